@@ -37,7 +37,7 @@ def apply_series(series: Series, root: Path) -> Outcome:
     already changes nothing.
 
     Raises:
-        R3Error: it is another vLLM, a file was modified, or a patch does not apply; nothing changed.
+        R3Error: it is another vLLM, a file was modified, or a patch does not fit; nothing changed.
     """
     with locked(root):
         recovered = recover(root)
@@ -115,8 +115,8 @@ def _patched(series: Series, stock: Stock, version: str) -> Files:
             apply_patch(patch, after)
         except R3Error as error:
             raise R3Error(
-                f"{stock.site.root}: nothing was changed: patch {number} of {len(patches)}: {error}; "
-                f"expected the files of vLLM {series.pin.vllm}, reinstall it"
+                f"{stock.site.root}: nothing was changed: patch {number} of {len(patches)}: "
+                f"{error}; expected the files of vLLM {series.pin.vllm}, reinstall it"
             ) from error
     before, after = with_metadata(stock, version, after)
     made = records.make_record(series, "in place", version, before, after)

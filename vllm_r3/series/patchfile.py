@@ -37,7 +37,7 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FileChange:
-    """What a patch does to one file; `old_blob` or `new_blob` is None for a new or a removed one."""
+    """What a patch does to one file; a new one has no `old_blob`, a removed one no `new_blob`."""
 
     path: str
     old_blob: str | None

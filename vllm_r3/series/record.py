@@ -82,7 +82,8 @@ def parse(data: bytes, where: str) -> Record:
         raise R3Error(f"{where}: not a record of vllm-r3 ({error}); reinstall vLLM") from error
     if record.format != FORMAT:
         raise R3Error(
-            f"{where}: expected format {FORMAT}, found {record.format}; use the vllm-r3 that wrote it"
+            f"{where}: expected format {FORMAT}, found {record.format}; "
+            "use the vllm-r3 that wrote it"
         )
     return record
 

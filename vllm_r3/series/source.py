@@ -57,7 +57,8 @@ def check_wheel(path: Path, wheel: PinnedWheel, advice: str) -> Path:
     found = file_sha256(path)
     if found != wheel.sha256:
         raise R3Error(
-            f"{path} is not the pinned wheel: expected sha256 {wheel.sha256}, found {found}; {advice}"
+            f"{path} is not the pinned wheel: expected sha256 {wheel.sha256}, "
+            f"found {found}; {advice}"
         )
     return path
 

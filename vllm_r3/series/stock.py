@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_r3.errors import R3Error
+from vllm_r3.series import record as records
 from vllm_r3.series.site import Site, parse_record, record_row, render_record
 from vllm_r3.series.versions import VERSION_FILE, set_field, set_version
 
@@ -79,6 +80,7 @@ def with_metadata(stock: Stock, version: str, patched: Files) -> tuple[Files, Fi
     for path, data in {**after, **moved}.items():
         _set_row(rows, path, data)
     rows = {names.get(path, path): row for path, row in rows.items()}
+    rows[f"{new}/{records.NAME}"] = ("", "")
     moved[f"{old}/RECORD"] = render_record(rows)
     after |= {path: None for path in moved}
     after |= {names[path]: data for path, data in moved.items()}
