@@ -16,7 +16,10 @@ from vllm_r3 import __version__
 from vllm_r3.errors import R3Error
 
 # Every command, in the order of the help text: vllm_r3/commands/NAME.py.
-COMMANDS = ("series",)
+COMMANDS = (
+    "series",
+    "wheel",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
