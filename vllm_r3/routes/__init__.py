@@ -3,7 +3,7 @@
 from vllm_r3.routes.decode import ChoiceRoutes, decode_answer, decode_choice
 from vllm_r3.routes.merge import Count
 from vllm_r3.routes.rollout import RolloutRoutes, Turn
-from vllm_r3.routes.rules import RouteShape, RoutesError, dtype_for
+from vllm_r3.routes.rules import RoutesError, RouteShape, dtype_for
 from vllm_r3.routes.stream import collect_stream
 
 __all__ = [

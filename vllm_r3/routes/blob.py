@@ -2,22 +2,22 @@
 
 Nothing here executes what it reads: npy headers are parsed with a size limit, object dtypes are refused,
 and the data is one view on the decoded bytes. It imports numpy, and pybase64 where that is installed
-(about thirty times as fast as the standard library).
+(some twenty times as fast).
 """
 
 from __future__ import annotations
 
-import binascii
 import io
 from typing import Any
 
 import numpy as np
 
+from vllm_r3.routes import base64_numpy
 from vllm_r3.routes.rules import RoutesError
 
 try:
     import pybase64
-except ImportError:  # the standard library does, more slowly
+except ImportError:  # numpy does, more slowly
     pybase64 = None
 
 MAGIC = b"\x93NUMPY"
@@ -51,7 +51,7 @@ def decode_base64(text: str, where: str) -> np.ndarray:
     data = base64_bytes(text, where)
     if len(data) == 0:
         return np.zeros((0, 0, 0), np.uint8)
-    if data[: len(MAGIC)] == MAGIC:
+    if bytes(data[: len(MAGIC)]) == MAGIC:
         return npy_view(data, where)
     if len(data) % 4:
         raise RoutesError(
@@ -60,32 +60,29 @@ def decode_base64(text: str, where: str) -> np.ndarray:
     return np.frombuffer(data, "<i4")
 
 
-def base64_bytes(text: str, where: str) -> bytes | bytearray:
-    """Decode strict base64 (standard alphabet, padded). One copy; writable where pybase64 is installed."""
+def base64_bytes(text: str, where: str) -> bytearray | np.ndarray:
+    """Decode strict base64 (standard alphabet, padded) into writable bytes."""
     if len(text) > MAX_BYTES:
-        raise RoutesError(f"{where}: expected at most {MAX_BYTES} characters of base64, got {len(text)}")
+        raise RoutesError(
+            f"{where}: expected at most {MAX_BYTES} characters of base64, got {len(text)}"
+        )
     try:
         if pybase64 is not None:
             return pybase64.b64decode_as_bytearray(text, validate=True)
-        data = binascii.a2b_base64(text)
-    except (ValueError, binascii.Error) as error:
-        raise RoutesError(f"{where}: expected padded base64, got {len(text)} characters: {error}") from None
-    return _only_if_whole(data, text, where)
+        return base64_numpy.decode(text)
+    except ValueError as error:
+        raise RoutesError(
+            f"{where}: expected padded base64, got {len(text)} characters: {error}"
+        ) from None
 
 
-def _only_if_whole(data: bytes, text: str, where: str) -> bytes:
-    # the standard library skips characters it does not know, which leaves too few bytes
-    padding = len(text) - len(text.rstrip("="))
-    if len(text) % 4 or padding > 2 or len(data) != len(text) // 4 * 3 - padding:
-        raise RoutesError(f"{where}: expected padded base64, got {len(text)} characters that are not")
-    return data
-
-
-def npy_view(data: bytes | bytearray, where: str) -> np.ndarray:
+def npy_view(data: bytearray | np.ndarray, where: str) -> np.ndarray:
     """Return the array of one npy blob (format 1.0 or 2.0) as a view on `data`."""
     shape, fortran, dtype, offset = _npy_header(data, where)
     if dtype.hasobject:
-        raise RoutesError(f"{where}: expected integers, got a pickled npy (dtype {dtype}), which is never loaded")
+        raise RoutesError(
+            f"{where}: expected integers, got a pickled npy (dtype {dtype}), which is never loaded"
+        )
     count = 1
     for side in shape:
         count *= int(side)
@@ -98,20 +95,28 @@ def npy_view(data: bytes | bytearray, where: str) -> np.ndarray:
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
-def _npy_header(data: bytes | bytearray, where: str) -> tuple[tuple[int, ...], bool, np.dtype, int]:
-    major = data[6] if len(data) > 6 else 0
+def _npy_header(
+    data: bytearray | np.ndarray, where: str
+) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    major = int(data[6]) if len(data) > 6 else 0
     width = {1: 2, 2: 4}.get(major)
     if width is None or len(data) < 8 + width:
         raise RoutesError(f"{where}: expected npy format 1.0 or 2.0, got {bytes(data[:8])!r}")
-    size = int.from_bytes(data[8 : 8 + width], "little")
+    size = int.from_bytes(bytes(data[8 : 8 + width]), "little")
     if size > MAX_HEADER:
-        raise RoutesError(f"{where}: expected an npy header of at most {MAX_HEADER} bytes, got {size}")
+        raise RoutesError(
+            f"{where}: expected an npy header of at most {MAX_HEADER} bytes, got {size}"
+        )
     end = 8 + width + size
-    reader = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    reader = (
+        np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    )
     try:
-        shape, fortran, dtype = reader(io.BytesIO(data[8:end]), max_header_size=MAX_HEADER)
+        shape, fortran, dtype = reader(io.BytesIO(bytes(data[8:end])), max_header_size=MAX_HEADER)
     except (ValueError, TypeError, SyntaxError) as error:
-        raise RoutesError(f"{where}: expected an npy header, got an unreadable one: {error}") from None
+        raise RoutesError(
+            f"{where}: expected an npy header, got an unreadable one: {error}"
+        ) from None
     if any(side < 0 for side in shape):
         raise RoutesError(f"{where}: expected sides of 0 or more, got {shape}")
     return shape, fortran, dtype, end
@@ -122,9 +127,13 @@ def decode_nested(value: Any, where: str) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError:
-        raise RoutesError(f"{where}: expected lists of equal length [rows][layers][top_k], got ragged ones") from None
+        raise RoutesError(
+            f"{where}: expected lists of equal length [rows][layers][top_k], got ragged ones"
+        ) from None
     if array.size == 0:
         return array.reshape(array.shape if array.ndim == 3 else (0, 0, 0)).astype(np.uint8)
     if array.dtype == object:
-        raise RoutesError(f"{where}: expected lists of equal length [rows][layers][top_k], got ragged ones")
+        raise RoutesError(
+            f"{where}: expected lists of equal length [rows][layers][top_k], got ragged ones"
+        )
     return array

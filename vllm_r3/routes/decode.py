@@ -6,15 +6,16 @@ RoutesError. Trainers import this module, so it needs numpy and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
 from vllm_r3.routes.blob import decode_segment
 from vllm_r3.routes.forms import RawChoice, read_answer
 from vllm_r3.routes.merge import Count, merge_segments
-from vllm_r3.routes.rules import RouteShape, RoutesError
+from vllm_r3.routes.rules import RoutesError, RouteShape
 
 ABORTED = ("abort", "aborted", "cancelled")
 
@@ -67,7 +68,8 @@ def decode_answer(
     shape = shape.joined(RouteShape.from_meta(raw.meta), raw.request)
     counts = _prompt_counts(num_prompt, len(raw.choices), raw.request)
     return [
-        _decode_choice(choice, known, start, shape, raw.request) for choice, known in zip(raw.choices, counts)
+        _decode_choice(choice, known, start, shape, raw.request)
+        for choice, known in zip(raw.choices, counts)
     ]
 
 
@@ -79,11 +81,15 @@ def decode_choice(answer: Any, index: int = 0, **known: Any) -> ChoiceRoutes:
     raise RoutesError(f"{known.get('request') or 'answer'}: expected a choice {index}, got none")
 
 
-def _prompt_counts(given: int | Sequence[int] | None, choices: int, request: str) -> list[int | None]:
+def _prompt_counts(
+    given: int | Sequence[int] | None, choices: int, request: str
+) -> list[int | None]:
     if given is None or isinstance(given, (int, np.integer)):
         return [given] * choices
     if len(given) != choices:
-        raise RoutesError(f"{request}: expected num_prompt for each of {choices} choices, got {len(given)}")
+        raise RoutesError(
+            f"{request}: expected num_prompt for each of {choices} choices, got {len(given)}"
+        )
     return list(given)
 
 
@@ -106,14 +112,20 @@ def _decode_choice(
 
 def _count(raw: RawChoice, num_prompt: int | None, start: int | None, where: str) -> Count:
     if start is not None and raw.start is not None and start != raw.start:
-        raise RoutesError(f"{where}: expected rows from start {start}, the answer says start {raw.start}")
+        raise RoutesError(
+            f"{where}: expected rows from start {start}, the answer says start {raw.start}"
+        )
     if num_prompt is not None and raw.num_prompt is not None and num_prompt != raw.num_prompt:
-        raise RoutesError(f"{where}: expected {num_prompt} prompt tokens, the answer says {raw.num_prompt}")
+        raise RoutesError(
+            f"{where}: expected {num_prompt} prompt tokens, the answer says {raw.num_prompt}"
+        )
     known = raw.num_prompt if num_prompt is None else num_prompt
     if known is None:
         raise RoutesError(f"{where}: the answer does not say its prompt tokens: give num_prompt")
     if raw.num_generated is None:
-        raise RoutesError(f"{where}: the answer does not say its tokens: ask with return_token_ids true")
+        raise RoutesError(
+            f"{where}: the answer does not say its tokens: ask with return_token_ids true"
+        )
     first = start if start is not None else raw.start or 0
     count = Count(int(known), int(raw.num_generated), int(first))
     count.check(where)
@@ -147,4 +159,7 @@ def row_versions(spans: list[tuple[str, int, int]], count: Count) -> list[str]:
     for version, first, end in spans:
         stop = len(generated) if end < 0 else end
         generated[first:stop] = [version] * (min(stop, len(generated)) - first)
-    return [generated[max(0, row - count.num_prompt + 1)] for row in range(count.start, count.start + count.rows)]
+    return [
+        generated[max(0, row - count.num_prompt + 1)]
+        for row in range(count.start, count.start + count.rows)
+    ]

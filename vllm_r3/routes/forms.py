@@ -13,8 +13,9 @@ This module only looks things up; `decode` does the arithmetic. It imports nothi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
 
 from vllm_r3.routes.rules import RoutesError
 
@@ -65,14 +66,18 @@ def read_answer(answer: Any, request: str | None = None) -> RawAnswer:
     if isinstance(answer, list):
         return _read_sglang(answer, request)
     if not isinstance(answer, Mapping):
-        raise RoutesError(f"{request or 'answer'}: expected a JSON object, got {type(answer).__name__}")
+        raise RoutesError(
+            f"{request or 'answer'}: expected a JSON object, got {type(answer).__name__}"
+        )
     if "meta_info" in answer:
         return _read_sglang([answer], request)
     name = request or answer.get("request_id") or answer.get("id") or "answer"
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices:
         raise RoutesError(f"{name}: expected an answer with choices, got {_problem(answer)}")
-    return RawAnswer(name, [_vllm_choice(answer, choice, len(choices)) for choice in choices], _meta(answer))
+    return RawAnswer(
+        name, [_vllm_choice(answer, choice, len(choices)) for choice in choices], _meta(answer)
+    )
 
 
 def _problem(answer: Mapping[str, Any]) -> str:
@@ -86,7 +91,9 @@ def _meta(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return meta if isinstance(meta, Mapping) else None
 
 
-def _vllm_choice(answer: Mapping[str, Any], choice: Mapping[str, Any], num_choices: int) -> RawChoice:
+def _vllm_choice(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], num_choices: int
+) -> RawChoice:
     meta = _meta(answer) or {}
     prompt = choice.get("prompt_routed_experts")
     prompt = answer.get("prompt_routed_experts") if prompt is None else prompt
@@ -105,8 +112,12 @@ def _vllm_choice(answer: Mapping[str, Any], choice: Mapping[str, Any], num_choic
         generated=generated,
         layout=layout,
         start=meta.get("start"),
-        num_prompt=len(prompt_ids) if prompt_ids else (usage.get("prompt_tokens") if alone else None),
-        num_generated=len(token_ids) if token_ids is not None else (usage.get("completion_tokens") if alone else None),
+        num_prompt=len(prompt_ids)
+        if prompt_ids
+        else (usage.get("prompt_tokens") if alone else None),
+        num_generated=len(token_ids)
+        if token_ids is not None
+        else (usage.get("completion_tokens") if alone else None),
         prompt_token_ids=prompt_ids,
         token_ids=token_ids,
         finish_reason=_reason(choice.get("finish_reason")),
@@ -128,7 +139,9 @@ def _read_sglang(bodies: list[Any], request: str | None) -> RawAnswer:
     for index, body in enumerate(bodies):
         meta = body.get("meta_info") if isinstance(body, Mapping) else None
         if not isinstance(meta, Mapping):
-            raise RoutesError(f"{request or 'answer'}: expected meta_info in part {index}, got {type(body).__name__}")
+            raise RoutesError(
+                f"{request or 'answer'}: expected meta_info in part {index}, got {type(body).__name__}"
+            )
         request = request or meta.get("id")
         choices.append(_sglang_choice(index, body, meta))
     return RawAnswer(request or "answer", choices)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_r3.routes.rules import RouteShape, RoutesError, dtype_for
+from vllm_r3.routes.rules import RoutesError, RouteShape, dtype_for
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,19 @@ class Count:
     def check(self, where: str) -> None:
         """Refuse a start outside [0, P] and negative counts."""
         if self.num_prompt < 0 or self.num_generated < 0:
-            raise RoutesError(f"{where}: token counts must be 0 or more, got {self.num_prompt} + {self.num_generated}")
+            raise RoutesError(
+                f"{where}: token counts must be 0 or more, got {self.num_prompt} + {self.num_generated}"
+            )
         if not 0 <= self.start <= self.num_prompt:
             raise RoutesError(f"{where}: start must be in [0, {self.num_prompt}], got {self.start}")
 
 
 def merge_segments(
-    segments: list[np.ndarray | None], expected: list[int], shape: RouteShape, count: Count, where: str
+    segments: list[np.ndarray | None],
+    expected: list[int],
+    shape: RouteShape,
+    count: Count,
+    where: str,
 ) -> np.ndarray:
     """Join decoded segments in order.
 
@@ -107,7 +113,9 @@ def _shaped(segment: np.ndarray | None, shape: RouteShape, where: str) -> np.nda
     if segment.ndim == 1:
         return _with_sides(segment, shape, where)
     if segment.ndim != 3:
-        raise RoutesError(f"{where}: expected rows [rows, layers, top_k], got shape {segment.shape}")
+        raise RoutesError(
+            f"{where}: expected rows [rows, layers, top_k], got shape {segment.shape}"
+        )
     return segment
 
 
@@ -131,11 +139,17 @@ def _settle(parts: list[np.ndarray | None], shape: RouteShape, where: str) -> Ro
             continue
         layers, top_k = part.shape[1:]
         if shape.top_k not in (None, top_k):
-            raise RoutesError(f"{where}: expected top_k {shape.top_k}, got {top_k} in shape {part.shape}")
+            raise RoutesError(
+                f"{where}: expected top_k {shape.top_k}, got {top_k} in shape {part.shape}"
+            )
         if shape.num_layers is None:
             shape = replace(shape, num_layers=layers)
         elif layers != shape.num_layers and layers != len(shape.moe_layers or ()):
-            hint = "" if shape.moe_layers else "; a server that sends MoE layers only needs moe_layers given"
+            hint = (
+                ""
+                if shape.moe_layers
+                else "; a server that sends MoE layers only needs moe_layers given"
+            )
             raise RoutesError(
                 f"{where}: expected {shape.num_layers} layers, got {layers} in shape {part.shape}{hint}"
             )
@@ -177,7 +191,9 @@ def _joined(parts: list[np.ndarray], rows: int, shape: RouteShape) -> np.ndarray
 
 def _ready(part: np.ndarray, sides: tuple[int, int], dtype: np.dtype) -> bool:
     flags = part.flags
-    return part.shape[1:] == sides and part.dtype == dtype and flags.writeable and flags.c_contiguous
+    return (
+        part.shape[1:] == sides and part.dtype == dtype and flags.writeable and flags.c_contiguous
+    )
 
 
 def _result_dtype(parts: list[np.ndarray], shape: RouteShape) -> np.dtype:

@@ -9,13 +9,14 @@ Rows are kept as the segments that came and joined once, at the end. It imports 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
 from vllm_r3.routes.decode import ChoiceRoutes, decode_choice
-from vllm_r3.routes.rules import RouteShape, RoutesError
+from vllm_r3.routes.rules import RoutesError, RouteShape
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,9 @@ class RolloutRoutes:
             answer, choice, num_prompt=len(prompt), start=start, shape=self.shape, request=self.name
         )
         if routes.token_ids is None:
-            raise RoutesError(f"{self.name}: expected token_ids in choice {choice}, got none: ask with return_token_ids true")
+            raise RoutesError(
+                f"{self.name}: expected token_ids in choice {choice}, got none: ask with return_token_ids true"
+            )
         self._check_prefix(prompt, routes.count.start)
         if routes.rows is not None:
             self.put(routes.rows, start=routes.count.start, versions=routes.versions)
@@ -93,7 +96,9 @@ class RolloutRoutes:
         self.tokens = prompt + list(routes.token_ids)
         return self._noted(routes)
 
-    def put(self, rows: np.ndarray, *, start: int, versions: Sequence[str | None] | None = None) -> None:
+    def put(
+        self, rows: np.ndarray, *, start: int, versions: Sequence[str | None] | None = None
+    ) -> None:
         """Put rows of tokens [start, start + len(rows)) in, replacing held rows from `start` on.
 
         Raises:
@@ -117,7 +122,9 @@ class RolloutRoutes:
     def truncate(self, num_tokens: int) -> None:
         """Drop everything after the first `num_tokens` tokens (a cut response, an edited history)."""
         if not 0 <= num_tokens <= len(self.tokens):
-            raise RoutesError(f"{self.name}: expected to keep [0, {len(self.tokens)}] tokens, got {num_tokens}")
+            raise RoutesError(
+                f"{self.name}: expected to keep [0, {len(self.tokens)}] tokens, got {num_tokens}"
+            )
         self.tokens = self.tokens[:num_tokens]
         self._cut_rows(min(self.num_rows, max(0, num_tokens - 1)))
 
@@ -155,13 +162,18 @@ class RolloutRoutes:
 
     def _noted(self, routes: ChoiceRoutes) -> Turn:
         rows = 0 if routes.rows is None else len(routes.rows)
-        turn = Turn(routes.count.start, rows, routes.count.num_generated, routes.finish_reason, routes.note)
+        turn = Turn(
+            routes.count.start, rows, routes.count.num_generated, routes.finish_reason, routes.note
+        )
         self.turns.append(turn)
         return turn
 
     def _common(self, tokens: Sequence[int]) -> int:
         pairs = zip(self.tokens, tokens)
-        return next((at for at, (mine, other) in enumerate(pairs) if mine != other), min(len(self.tokens), len(tokens)))
+        return next(
+            (at for at, (mine, other) in enumerate(pairs) if mine != other),
+            min(len(self.tokens), len(tokens)),
+        )
 
     def _check_prefix(self, prompt: list[int], start: int) -> None:
         """Rows before `start` stay only if they are rows of the same tokens."""

@@ -6,8 +6,9 @@ rule, the description of a model's routing (`RouteShape`) and the error type. It
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,9 @@ class RouteShape:
     def __post_init__(self) -> None:
         if self.moe_layers is not None:
             object.__setattr__(self, "moe_layers", tuple(int(layer) for layer in self.moe_layers))
-            if self.num_layers is not None and any(not 0 <= n < self.num_layers for n in self.moe_layers):
+            if self.num_layers is not None and any(
+                not 0 <= n < self.num_layers for n in self.moe_layers
+            ):
                 raise RoutesError(
                     f"moe_layers must lie in [0, {self.num_layers}), got {list(self.moe_layers)}"
                 )
@@ -73,7 +76,9 @@ class RouteShape:
             num_layers=num_layers,
             top_k=getattr(args, "moe_router_topk", None),
             num_experts=getattr(args, "num_experts", None),
-            moe_layers=None if freq is None or num_layers is None else moe_layers_of(num_layers, freq),
+            moe_layers=None
+            if freq is None or num_layers is None
+            else moe_layers_of(num_layers, freq),
         )
 
     def joined(self, other: RouteShape, where: str) -> RouteShape:
@@ -82,7 +87,9 @@ class RouteShape:
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine is not None and theirs is not None and mine != theirs:
-                raise RoutesError(f"{where}: expected {field.name} {_plain(mine)}, got {_plain(theirs)}")
+                raise RoutesError(
+                    f"{where}: expected {field.name} {_plain(mine)}, got {_plain(theirs)}"
+                )
             known[field.name] = theirs if mine is None else mine
         return RouteShape(**known)
 
@@ -95,7 +102,9 @@ def moe_layers_of(num_layers: int, freq: int | list[int]) -> tuple[int, ...]:
     if isinstance(freq, int):
         return tuple(range(0, num_layers, freq))
     if len(freq) != num_layers:
-        raise RoutesError(f"moe_layer_freq must have one entry for each of {num_layers} layers, got {len(freq)}")
+        raise RoutesError(
+            f"moe_layer_freq must have one entry for each of {num_layers} layers, got {len(freq)}"
+        )
     return tuple(layer for layer, routes in enumerate(freq) if routes)
 
 

@@ -7,16 +7,30 @@ It imports nothing but the standard library.
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from vllm_r3.routes.rules import RoutesError
 
 CHOICE_FIELDS = (
-    "routed_experts", "prompt_routed_experts", "prompt_token_ids", "finish_reason", "weight_versions", "sglext", "sgl_ext",
+    "routed_experts",
+    "prompt_routed_experts",
+    "prompt_token_ids",
+    "finish_reason",
+    "weight_versions",
+    "sglext",
+    "sgl_ext",
 )
 TOP_FIELDS = (
-    "id", "request_id", "usage", "prompt_routed_experts", "prompt_token_ids", "routed_experts_meta",
-    "weight_version", "sglext", "sgl_ext",
+    "id",
+    "request_id",
+    "usage",
+    "prompt_routed_experts",
+    "prompt_token_ids",
+    "routed_experts_meta",
+    "weight_version",
+    "sglext",
+    "sgl_ext",
 )
 
 
@@ -42,13 +56,19 @@ def collect_stream(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return _finished(answer, choices, seen)
 
 
-def _finished(answer: dict[str, Any], choices: dict[int, dict[str, Any]], seen: int) -> dict[str, Any]:
+def _finished(
+    answer: dict[str, Any], choices: dict[int, dict[str, Any]], seen: int
+) -> dict[str, Any]:
     name = answer.get("request_id") or answer.get("id") or "stream"
     if not choices:
         raise RoutesError(f"{name}: expected chunks with choices, got none in {seen} chunks")
-    open_ones = [index for index, choice in sorted(choices.items()) if choice.get("finish_reason") is None]
+    open_ones = [
+        index for index, choice in sorted(choices.items()) if choice.get("finish_reason") is None
+    ]
     if open_ones:
-        raise RoutesError(f"{name}: the stream ended after {seen} chunks without a finish_reason for choices {open_ones}")
+        raise RoutesError(
+            f"{name}: the stream ended after {seen} chunks without a finish_reason for choices {open_ones}"
+        )
     answer["choices"] = [choices[index] for index in sorted(choices)]
     return answer
 

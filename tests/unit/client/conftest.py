@@ -10,12 +10,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(params=["pybase64", "stdlib"])
+@pytest.fixture(params=["pybase64", "numpy"])
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test once with each base64 decoder."""
     from vllm_r3.routes import blob
 
-    if request.param == "stdlib":
+    if request.param == "numpy":
         monkeypatch.setattr(blob, "pybase64", None)
     elif blob.pybase64 is None:
         pytest.skip("pybase64 is not installed")

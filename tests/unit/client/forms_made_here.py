@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 
-def rows_of(count: int, layers: int = 3, top_k: int = 2, experts: int = 16, first: int = 0) -> np.ndarray:
+def rows_of(
+    count: int, layers: int = 3, top_k: int = 2, experts: int = 16, first: int = 0
+) -> np.ndarray:
     """Rows whose ids depend on token, layer and place, so that no shift can hide; distinct within a layer."""
     token = np.arange(first, first + count)[:, None, None]
     layer = np.arange(layers)[None, :, None]
@@ -30,7 +32,9 @@ def bare(array: np.ndarray) -> str:
     return base64.b64encode(array.astype("<i4").tobytes()).decode()
 
 
-def split_answer(rows: np.ndarray, prompt: int, start: int = 0, encode: Any = npy, **more: Any) -> dict[str, Any]:
+def split_answer(
+    rows: np.ndarray, prompt: int, start: int = 0, encode: Any = npy, **more: Any
+) -> dict[str, Any]:
     """This project's default answer for `len(rows) + 1` tokens."""
     tokens = len(rows) + 1
     return {
@@ -78,7 +82,9 @@ def sglang_answer(rows: np.ndarray, prompt: int, start: int = 0) -> dict[str, An
     }
 
 
-def meta(rows: np.ndarray, start: int = 0, layout: str = "split", experts: int = 16) -> dict[str, Any]:
+def meta(
+    rows: np.ndarray, start: int = 0, layout: str = "split", experts: int = 16
+) -> dict[str, Any]:
     """`routed_experts_meta` for these rows, all layers MoE."""
     _, layers, top_k = rows.shape
     return {

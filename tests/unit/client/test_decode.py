@@ -10,7 +10,14 @@ import pytest
 from forms_made_here import bare, full_answer, meta, npy, rows_of, sglang_answer, split_answer
 
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import RouteShape, RoutesError, decode_answer, decode_choice, dtype_for
+from vllm_r3.routes import (
+    RoutesError,
+    RouteShape,
+    base64_numpy,
+    decode_answer,
+    decode_choice,
+    dtype_for,
+)
 from vllm_r3.routes.blob import decode_segment
 
 PROMPT, TOKENS = 5, 9
@@ -59,7 +66,9 @@ def test_the_wire_form_is_pinned(decoder: str) -> None:
 @pytest.mark.parametrize("start", [0, 1, PROMPT - 1, PROMPT], ids=["0", "1", "P-1", "P"])
 @pytest.mark.parametrize("form", [split_answer, full_answer, sglang_answer])
 def test_rows_from_a_start_are_the_tail_of_all_rows(form, start: int) -> None:
-    routes = decode_choice(form(ROWS, PROMPT, start=start), num_prompt=PROMPT, start=start, shape=SHAPE)
+    routes = decode_choice(
+        form(ROWS, PROMPT, start=start), num_prompt=PROMPT, start=start, shape=SHAPE
+    )
     np.testing.assert_array_equal(routes.rows, ROWS[start:])
     assert routes.count.rows == TOKENS - 1 - start
 
@@ -82,7 +91,9 @@ def test_one_generated_token_leaves_only_prompt_rows() -> None:
         np.testing.assert_array_equal(routes.rows, rows)
 
 
-@pytest.mark.parametrize("empty", [None, [], npy(np.zeros((0, 3, 2), np.uint8)), ""], ids=["null", "[]", "npy", "text"])
+@pytest.mark.parametrize(
+    "empty", [None, [], npy(np.zeros((0, 3, 2), np.uint8)), ""], ids=["null", "[]", "npy", "text"]
+)
 @pytest.mark.parametrize("side", ["prompt", "generated", "both"])
 def test_an_empty_segment_on_either_side_is_legal(side: str, empty: object) -> None:
     prompt, start = {"prompt": (5, 5), "generated": (8, 0), "both": (8, 8)}[side]
@@ -116,7 +127,9 @@ def test_no_token_generated_needs_no_row_of_the_last_prompt_token() -> None:
     ],
     ids=["prompt-short", "prompt-long", "generated-short", "generated-long", "shifted"],
 )
-def test_a_wrong_row_count_is_refused_on_the_side_it_is(prompt_rows: int, generated_rows: int, got: str) -> None:
+def test_a_wrong_row_count_is_refused_on_the_side_it_is(
+    prompt_rows: int, generated_rows: int, got: str
+) -> None:
     answer = split_answer(ROWS, PROMPT)
     answer["prompt_routed_experts"] = npy(rows_of(prompt_rows))
     answer["choices"][0]["routed_experts"] = npy(rows_of(generated_rows))
@@ -140,7 +153,9 @@ def test_a_full_buffer_of_another_length_is_refused(rows: int) -> None:
 @pytest.mark.parametrize("top_k", [1, 3], ids=["one-less", "one-more"])
 def test_a_top_k_off_by_one_is_refused(top_k: int) -> None:
     answer = full_answer(rows_of(8, top_k=top_k), PROMPT)
-    with refused(f"request req-1, choice 0: expected top_k 2, got {top_k} in shape (8, 3, {top_k})"):
+    with refused(
+        f"request req-1, choice 0: expected top_k 2, got {top_k} in shape (8, 3, {top_k})"
+    ):
         decode_choice(answer, num_prompt=PROMPT, shape=SHAPE)
 
 
@@ -164,7 +179,9 @@ def test_prompt_tokens_must_agree_with_the_answer() -> None:
         decode_choice(sglang_answer(ROWS, PROMPT), num_prompt=6, shape=SHAPE)
 
 
-@pytest.mark.parametrize(("experts", "dtype"), [(1, np.uint8), (256, np.uint8), (257, np.int16), (32768, np.int16)])
+@pytest.mark.parametrize(
+    ("experts", "dtype"), [(1, np.uint8), (256, np.uint8), (257, np.int16), (32768, np.int16)]
+)
 def test_the_dtype_follows_the_number_of_experts(experts: int, dtype: type) -> None:
     assert dtype_for(experts) == dtype
 
@@ -188,7 +205,9 @@ def test_a_number_of_experts_without_a_dtype_is_refused(experts: int) -> None:
         (">i4", None, np.int16),
     ],
 )
-def test_wider_and_foreign_dtypes_come_out_by_the_rule(sent: type, experts: int | None, got: type) -> None:
+def test_wider_and_foreign_dtypes_come_out_by_the_rule(
+    sent: type, experts: int | None, got: type
+) -> None:
     rows = rows_of(8, experts=experts or 16)
     answer = full_answer(rows.astype(sent), PROMPT)
     routes = decode_choice(answer, num_prompt=PROMPT, shape=RouteShape(num_experts=experts))
@@ -198,22 +217,35 @@ def test_wider_and_foreign_dtypes_come_out_by_the_rule(sent: type, experts: int 
 
 @pytest.mark.parametrize(
     ("bad", "experts", "limit"),
-    [(16, 16, 16), (255, 255, 255), (256, 256, 256), (-1, 16, 16), (-1, None, 32768), (32768, None, 32768)],
+    [
+        (16, 16, 16),
+        (255, 255, 255),
+        (256, 256, 256),
+        (-1, 16, 16),
+        (-1, None, 32768),
+        (32768, None, 32768),
+    ],
 )
-def test_an_id_out_of_range_is_refused_with_its_place(bad: int, experts: int | None, limit: int) -> None:
+def test_an_id_out_of_range_is_refused_with_its_place(
+    bad: int, experts: int | None, limit: int
+) -> None:
     rows = rows_of(8).astype(np.int32)
     rows[6, 1, 0] = bad
     with refused(
         f"request req-1, choice 0: expected expert ids in [0, {limit}), got {bad} at row 6, layer 1"
     ):
-        decode_choice(full_answer(rows, PROMPT), num_prompt=PROMPT, shape=RouteShape(num_experts=experts))
+        decode_choice(
+            full_answer(rows, PROMPT), num_prompt=PROMPT, shape=RouteShape(num_experts=experts)
+        )
 
 
 @pytest.mark.parametrize("experts", [256, 257])
 def test_the_last_id_is_in_range(experts: int) -> None:
     rows = rows_of(8).astype(np.int32)
     rows[6, 1, 0] = experts - 1
-    routes = decode_choice(full_answer(rows, PROMPT), num_prompt=PROMPT, shape=RouteShape(num_experts=experts))
+    routes = decode_choice(
+        full_answer(rows, PROMPT), num_prompt=PROMPT, shape=RouteShape(num_experts=experts)
+    )
     assert routes.rows[6, 1, 0] == experts - 1
 
 
@@ -223,7 +255,9 @@ def test_moe_layers_only_rows_land_on_their_global_layers() -> None:
         "id": "cmpl-1",
         "prompt_routed_experts": rows[:PROMPT].tolist(),
         "usage": {"prompt_tokens": PROMPT, "completion_tokens": TOKENS - PROMPT},
-        "choices": [{"index": 0, "finish_reason": "stop", "routed_experts": rows[PROMPT:].tolist()}],
+        "choices": [
+            {"index": 0, "finish_reason": "stop", "routed_experts": rows[PROMPT:].tolist()}
+        ],
     }
     shape = RouteShape(num_layers=4, top_k=2, num_experts=16, moe_layers=(1, 3))
     routes = decode_choice(answer, shape=shape)
@@ -257,7 +291,12 @@ def test_two_choices_share_the_prompts_rows() -> None:
     answer = split_answer(ROWS, PROMPT)
     other = rows_of(10, first=40)
     answer["choices"].append(
-        {"index": 1, "token_ids": [1] * 6, "routed_experts": npy(other[5:]), "finish_reason": "stop"}
+        {
+            "index": 1,
+            "token_ids": [1] * 6,
+            "routed_experts": npy(other[5:]),
+            "finish_reason": "stop",
+        }
     )
     one, two = decode_answer(answer, num_prompt=PROMPT)
     np.testing.assert_array_equal(one.rows, ROWS)
@@ -268,10 +307,20 @@ def test_two_choices_share_the_prompts_rows() -> None:
 def test_sglangs_openai_extension_is_read_for_the_first_choice_only(name: str) -> None:
     usage = {"prompt_tokens": PROMPT, "completion_tokens": 4}
     choice = {"index": 0, "finish_reason": "length"}
-    answer = {"id": "chat-1", "usage": usage, "choices": [choice], name: {"routed_experts": bare(ROWS)}}
+    answer = {
+        "id": "chat-1",
+        "usage": usage,
+        "choices": [choice],
+        name: {"routed_experts": bare(ROWS)},
+    }
     np.testing.assert_array_equal(decode_choice(answer, shape=SHAPE).rows, ROWS)
-    answer["choices"] = [{**choice, "token_ids": [1] * 4}, {**choice, "index": 1, "token_ids": [1] * 4}]
-    with pytest.raises(RoutesError, match=r"^request chat-1, choice 1: expected 8 rows .* got none: "):
+    answer["choices"] = [
+        {**choice, "token_ids": [1] * 4},
+        {**choice, "index": 1, "token_ids": [1] * 4},
+    ]
+    with pytest.raises(
+        RoutesError, match=r"^request chat-1, choice 1: expected 8 rows .* got none: "
+    ):
         decode_answer(answer, num_prompt=PROMPT, shape=SHAPE)
 
 
@@ -351,18 +400,25 @@ def test_a_damaged_blob_is_refused(kind: str, message: str, decoder: str) -> Non
 
 def npy_with(header: bytes, body: bytes = b"") -> str:
     padded = header.ljust(117) + b"\n"
-    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + body).decode()
+    return base64.b64encode(
+        b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + body
+    ).decode()
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (
-            npy_with(b"{'descr': '|O', 'fortran_order': False, 'shape': (1, 1, 1), }", b"cos\nsystem\n."),
+            npy_with(
+                b"{'descr': '|O', 'fortran_order': False, 'shape': (1, 1, 1), }", b"cos\nsystem\n."
+            ),
             "here: expected integers, got a pickled npy (dtype object), which is never loaded",
         ),
         (
-            npy_with(b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 48, 8), }", b"1234"),
+            npy_with(
+                b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999, 48, 8), }",
+                b"1234",
+            ),
             "here: expected 38399999999616 bytes for (99999999999, 48, 8) uint8, got 4",
         ),
         (
@@ -378,7 +434,9 @@ def test_a_hostile_npy_is_refused(text: str, message: str) -> None:
 
 
 def test_a_header_that_is_code_is_not_run() -> None:
-    with pytest.raises(RoutesError, match=r"^here: expected an npy header, got an unreadable one: "):
+    with pytest.raises(
+        RoutesError, match=r"^here: expected an npy header, got an unreadable one: "
+    ):
         decode_segment(npy_with(b"__import__('os').system('true')"), "here")
 
 
@@ -408,7 +466,9 @@ def test_ragged_lists_are_refused(ragged: list) -> None:
         decode_segment(ragged, "here")
 
 
-@pytest.mark.parametrize(("value", "dtype"), [([[[0.5, 1.0]]], "float64"), ([[["1", "2"]]], "<U1"), ([[[True]]], "bool")])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [([[[0.5, 1.0]]], "float64"), ([[["1", "2"]]], "<U1"), ([[[True]]], "bool")]
+)
 def test_ids_that_are_no_integers_are_refused(value: list, dtype: str) -> None:
     answer = full_answer(ROWS, PROMPT)
     answer["choices"][0]["routed_experts"] = value
@@ -452,3 +512,18 @@ def test_row_versions_follow_the_pass_that_computed_each_row() -> None:
 
 def test_every_error_is_the_one_users_type() -> None:
     assert issubclass(RoutesError, R3Error)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 6, 3 * 65536 + 1, 3 * 65536 * 2 + 3])
+def test_numpys_base64_equals_the_standard_librarys(size: int) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+    assert base64_numpy.decode(base64.b64encode(data).decode()).tobytes() == data
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["AAA", "AAAAA", "A===", "====", "AA=A", "AA==AAAA", "AAAA*AAA", "AAA\n", "AAAA AAA", "é" * 4],
+)
+def test_both_decoders_refuse_the_same_base64(text: str, decoder: str) -> None:
+    with pytest.raises(RoutesError, match=r"^here: expected padded base64, got \d+ characters: "):
+        decode_segment(text, "here")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from forms_made_here import full_answer, npy, rows_of, split_answer
 
-from vllm_r3.routes import RolloutRoutes, RouteShape, RoutesError, collect_stream, decode_choice
+from vllm_r3.routes import RolloutRoutes, RoutesError, RouteShape, collect_stream, decode_choice
 
 ALL = rows_of(40)
 
@@ -80,7 +80,9 @@ def test_an_abort_with_rows_is_resumed_to_the_whole() -> None:
 def test_an_abort_without_rows_is_legal_says_so_and_can_be_resumed(generated: int) -> None:
     rollout = RolloutRoutes(name="sample 7")
     aborted = {
-        "choices": [{"index": 0, "token_ids": tokens_to(5 + generated)[5:], "finish_reason": "abort"}]
+        "choices": [
+            {"index": 0, "token_ids": tokens_to(5 + generated)[5:], "finish_reason": "abort"}
+        ]
     }
     turn = rollout.add_turn(tokens_to(5), aborted)
     note = f"request sample 7, choice 0: aborted after {generated} tokens, without rows"
@@ -170,7 +172,9 @@ def test_token_ids_are_needed() -> None:
     answer = answer_to(9, 5, 0)
     del answer["choices"][0]["token_ids"]
     answer["usage"] = {"prompt_tokens": 5, "completion_tokens": 4}
-    with refused("rollout: expected token_ids in choice 0, got none: ask with return_token_ids true"):
+    with refused(
+        "rollout: expected token_ids in choice 0, got none: ask with return_token_ids true"
+    ):
         RolloutRoutes().add_turn(tokens_to(5), answer)
 
 
