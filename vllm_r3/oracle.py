@@ -67,6 +67,7 @@ ROUTERS: dict[str, tuple[str, Reader]] = {
     "qwen3_moe": ("mlp.gate", _softmax_router),
     "qwen3_next": ("mlp.gate", _softmax_router),
     "gpt_oss": ("mlp.router", _softmax_router),
+    "exaone_moe": ("mlp.experts", _routed_experts),
     "glm4_moe": ("mlp.experts", _routed_experts),
     "deepseek_v3": ("mlp.experts", _routed_experts),
     "llama4_text": ("feed_forward.router", _llama4_router),
@@ -86,9 +87,14 @@ class Oracle:
             import torch
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise R3Error(f"the oracle needs torch and transformers ({error}); install vllm-r3[demo]") from None
+            raise R3Error(
+                f"the oracle needs torch and transformers ({error}); install vllm-r3[demo]"
+            ) from None
         self.model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+            model_dir,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
         ).eval()
         self.num_layers: int = self.model.config.num_hidden_layers
         self._seen: dict[int, tuple[Any, Any]] = {}
@@ -97,7 +103,9 @@ class Oracle:
     def _hook_routers(self) -> list[int]:
         family = self.model.config.model_type
         if family not in ROUTERS:
-            raise R3Error(f"the oracle has no router for model type {family!r}, only for {', '.join(ROUTERS)}")
+            raise R3Error(
+                f"the oracle knows no router of model type {family!r}, only of {', '.join(ROUTERS)}"
+            )
         path, reader = ROUTERS[family]
         found = []
         for number, layer in enumerate(self.model.model.layers):
@@ -125,7 +133,7 @@ class Oracle:
         with torch.no_grad():
             logits = self.model(torch.tensor([list(tokens[:-1])]), use_cache=False).logits[0]
         if sorted(self._seen) != self.moe_layers:
-            raise AssertionError(f"routers ran in layers {sorted(self._seen)}, not in {self.moe_layers}")
+            raise AssertionError(f"routers ran in {sorted(self._seen)}, not in {self.moe_layers}")
         n, k = len(tokens) - 1, self._seen[self.moe_layers[0]][0].shape[-1]
         rows = np.zeros((n, self.num_layers, k), dtype=np.int64)
         margins = np.full((n, self.num_layers), np.inf, dtype=np.float32)

@@ -33,8 +33,17 @@ _BASE: dict[str, Any] = dict(
     bos_token_id=None,
     pad_token_id=EOS_ID,
 )
-
-_QWEN3 = dict(num_hidden_layers=4, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=32, norm_topk_prob=True)
+_TOP4 = dict(num_experts=16, num_experts_per_tok=4)
+_QWEN3 = dict(**_TOP4, num_hidden_layers=4, moe_intermediate_size=32, norm_topk_prob=True)
+_YARN = dict(
+    rope_type="yarn",
+    rope_theta=10000.0,
+    factor=2.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=1024,
+)
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # every layer is MoE
@@ -42,29 +51,88 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # dense layers first and between: MoE layers are 1, 2 and 4 of 6
     "dense-between": ("qwen3_moe", _QWEN3 | dict(num_hidden_layers=6, mlp_only_layers=[0, 3, 5])),
     # ids above 255: int16 rows
-    "wide": ("qwen3_moe", _QWEN3 | dict(num_hidden_layers=3, num_experts=320, num_experts_per_tok=8)),
+    "wide": (
+        "qwen3_moe",
+        _QWEN3 | dict(num_hidden_layers=3, num_experts=320, num_experts_per_tok=8),
+    ),
     # first layer dense, sigmoid scores, grouped top-k, correction bias, shared expert
     "glm4": (
         "glm4_moe",
-        dict(num_hidden_layers=4, n_routed_experts=16, num_experts_per_tok=4, moe_intermediate_size=32,
-             first_k_dense_replace=1, n_group=4, topk_group=2, n_shared_experts=1, norm_topk_prob=True,
-             routed_scaling_factor=1.5, use_qk_norm=True, partial_rotary_factor=0.5, num_nextn_predict_layers=0),
+        dict(
+            num_hidden_layers=4,
+            n_routed_experts=16,
+            num_experts_per_tok=4,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+            n_group=4,
+            topk_group=2,
+            n_shared_experts=1,
+            norm_topk_prob=True,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            partial_rotary_factor=0.5,
+            num_nextn_predict_layers=0,
+        ),
     ),
-    "mixtral": ("mixtral", dict(num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, intermediate_size=32)),
-    "olmoe": ("olmoe", dict(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, intermediate_size=32,
-                            num_attention_heads=2, norm_topk_prob=False)),
+    "mixtral": (
+        "mixtral",
+        dict(
+            num_hidden_layers=3,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            intermediate_size=32,
+        ),
+    ),
+    # weights of the chosen experts are not normalised
+    "olmoe": (
+        "olmoe",
+        dict(
+            **_TOP4,
+            num_hidden_layers=3,
+            intermediate_size=32,
+            num_attention_heads=2,
+            norm_topk_prob=False,
+        ),
+    ),
     # shared expert behind a gate
     "qwen2": (
         "qwen2_moe",
-        dict(num_hidden_layers=3, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=32,
-             shared_expert_intermediate_size=64, num_attention_heads=2, norm_topk_prob=False),
+        dict(
+            **_TOP4,
+            num_hidden_layers=3,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+            num_attention_heads=2,
+            norm_topk_prob=False,
+        ),
     ),
-    # sliding-window and full-attention layers in turn: two KV-cache groups
+    # sliding-window and full-attention layers in turn: two KV-cache groups; sigmoid scores
+    "exaone": (
+        "exaone_moe",
+        dict(
+            **_TOP4,
+            num_hidden_layers=4,
+            moe_intermediate_size=32,
+            first_k_dense_replace=1,
+            num_shared_experts=1,
+            routed_scaling_factor=1.5,
+            sliding_window=32,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+    # the same layout with attention sinks, which the CPU build has only in bfloat16
     "gpt-oss": (
         "gpt_oss",
-        dict(num_hidden_layers=4, num_local_experts=16, num_experts_per_tok=4, intermediate_size=64,
-             sliding_window=32, layer_types=["sliding_attention", "full_attention"] * 2,
-             rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+        dict(
+            num_hidden_layers=4,
+            num_local_experts=16,
+            num_experts_per_tok=4,
+            intermediate_size=64,
+            sliding_window=32,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            rope_parameters=_YARN,
+        ),
     ),
     # no experts at all, for what must be refused
     "dense": ("qwen3", dict(num_hidden_layers=2)),
@@ -92,7 +160,6 @@ def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         return (1.6, 0.2) if "q_norm" in name else (1.0, 0.1)
     if len(shape) == 1:
         return 0.0, 0.2
-    # transformers keeps gpt-oss experts as (experts, inputs, outputs), all else as (…, outputs, inputs)
     for part, gain, std in _GAINS:
         if part in name:
             return 0.0, std if std is not None else gain / shape[-1] ** 0.5

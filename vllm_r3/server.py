@@ -1,0 +1,223 @@
+"""Run `vllm serve` as a child: start, wait until healthy, stop, and say why it failed.
+
+`Server` is a context manager; leaving it stops the whole process group. Its log goes to a
+file, and when the server dies the lines that say why are in the error. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vllm_r3.errors import R3Error
+
+HOST = "127.0.0.1"
+SHOWN_LINES = 15
+
+_ERROR = re.compile(r" ERROR |^(\(.*?\) )?(\w+\.)*\w*(Error|Exception|Exit)\b.*:|: error: ")
+_FRAME = re.compile(r"\] +(File |\^+|raise |return )|\] {4,}\S|Traceback \(|\] *$")
+
+Progress = Callable[[str], None]
+
+
+def free_port() -> int:
+    """A loopback port nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(port: int) -> None:
+    """Raise R3Error if something already listens on `port`."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise R3Error(
+                f"{HOST}:{port}: expected a free port, found it in use ({error.strerror}); "
+                "stop what listens there or choose another port"
+            ) from None
+
+
+def reasons(log: str) -> list[str]:
+    """The lines of a vLLM log that tell what went wrong, oldest first, without repeats.
+
+    Log records of level ERROR and the last line of each traceback; all lines if there are none.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR.search(line) and not _FRAME.search(line)]
+    return list(dict.fromkeys(errors or lines))[-SHOWN_LINES:]
+
+
+class Server:
+    """One `vllm serve` process and its address.
+
+    Attributes:
+        port: the loopback port it listens on.
+        log_path: file with everything it printed.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *options: str,
+        log_path: Path,
+        port: int | None = None,
+        vllm: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 300.0,
+        progress: Progress = lambda text: None,
+    ) -> None:
+        """Prepare; nothing starts before `start` or `with`.
+
+        Args:
+            options: further options of `vllm serve`.
+            port: default: a free one.
+            vllm: the command, default `vllm` beside the running Python.
+            env: variables set on top of this process's environment.
+            progress: called with a short text now and then while waiting.
+        """
+        self.port = free_port() if port is None else port
+        self.log_path = log_path
+        self._command = [
+            *(vllm or [str(Path(sys.executable).with_name("vllm"))]),
+            *("serve", str(model_dir), "--host", HOST, "--port", str(self.port), *options),
+        ]
+        self._env = {**os.environ, **(env or {})}
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start and return once `/health` answers 200.
+
+        Raises:
+            R3Error: the port is in use, there is no `vllm`, the process died or took too long.
+        """
+        require_free(self.port)
+        try:
+            with self.log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise R3Error(f"cannot start {self._command[0]}: {error.strerror}") from None
+        try:
+            self._wait_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_healthy(self) -> None:
+        began = told = time.monotonic()
+        while not self._is_healthy():
+            now = time.monotonic()
+            self._require_alive("while starting")
+            if now - began > self._timeout_s:
+                raise R3Error(self._failure(f"not healthy after {self._timeout_s:.0f} s"))
+            if now - told > 10:
+                told = now
+                self._progress(f"server is starting, {now - began:.0f} s")
+            time.sleep(0.25)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return self.request("GET", "/health", timeout_s=5)[0] == 200
+        except OSError:
+            return False
+
+    def _require_alive(self, when: str) -> None:
+        assert self._process is not None
+        status = self._process.poll()
+        if status is not None:
+            raise R3Error(self._failure(f"exited with status {status} {when}"))
+
+    def _failure(self, what: str) -> str:
+        log = self.log_path.read_text(errors="replace")
+        shown = "".join(f"\n    {line}" for line in reasons(log))
+        return f"vllm serve {what}; its log {self.log_path} says:{shown}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, timeout_s: float = 300.0
+    ) -> tuple[int, bytes]:
+        """Send one request, JSON body if given; return the status and the raw answer.
+
+        Raises:
+            OSError: no connection; also when the server closed it without an answer.
+        """
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"no answer from {HOST}:{self.port}{path}: {error!r}") from error
+        finally:
+            connection.close()
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        """GET without a body, POST with one; return the decoded answer.
+
+        Raises:
+            R3Error: any status but 200, or the server is gone.
+        """
+        method = "GET" if body is None else "POST"
+        try:
+            status, answer = self.request(method, path, body)
+        except OSError as error:
+            self._require_alive(f"during {method} {path}")
+            raise R3Error(f"{method} {path}: expected an answer, got {error}") from None
+        if status != 200:
+            raise R3Error(f"{method} {path}: expected 200, got {status}: {answer.decode()[:500]}")
+        return json.loads(answer)
+
+    def stop(self) -> None:
+        """End the process and all it started: SIGTERM, then SIGKILL after 20 s."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            pass
+        _signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
