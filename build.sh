@@ -1,0 +1,342 @@
+#!/usr/bin/env bash
+# Build, run and test vllm-r3. Results go to stdout, progress to stderr.
+# Everything that is built lies in .build/; a build that was cut off is finished by the next run.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+BUILD=$ROOT/.build
+PIN=$ROOT/patches/v0.21.0
+TOOL=$BUILD/tool
+STEP=0
+STEPS=0
+START=$SECONDS
+AS_OF=2026-05-25 # the locks know nothing newer than this
+
+usage() {
+  cat <<'END'
+usage: ./build.sh COMMAND
+
+  demo  [ARGS]                         build, serve a tiny model, compare its rows with an oracle
+  test  [PYTEST ARGS]                  everything that runs without a GPU
+  venv  [DIR] [--target cpu|cuda]      a patched environment (default: .build/venv)
+  wheel [--target cpu|cuda] [--dest DIR]  the patched wheel (default: dist), its path printed last
+  lock                                 resolve the dependency locks again, as of the release
+  clean                                remove .build and dist
+
+The default target is cuda where an NVIDIA driver is present, else cpu (demo and test: always cpu).
+Environment: PYTHON (the interpreter), VLLM_R3_WHEEL (a pinned wheel that you have already).
+END
+}
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "build.sh: $1"; exit "${2:-1}"; }
+
+# step NAME WHAT COMMAND...: run one step with its output in a log, which is shown if it fails.
+step() {
+  local name=$1 what=$2 begin=$SECONDS log
+  shift 2
+  STEP=$((STEP + 1))
+  log=$BUILD/logs/$name.log
+  mkdir -p "$BUILD/logs"
+  printf '[%d/%d] %s … ' "$STEP" "$STEPS" "$what" >&2
+  # a child shell, so that set -e holds inside the step's function
+  if ( set -e; "$@" ) >"$log" 2>&1; then
+    say "($((SECONDS - begin)) s)"
+  else
+    say "failed after $((SECONDS - begin)) s; the end of $log:"
+    tail -n 25 "$log" >&2
+    die "step '$what' failed; mend the cause above and run the same command again"
+  fi
+}
+
+key() { cat "$@" | sha256sum | cut -c1-64; }
+stamped() { [[ -f $1 && $(<"$1") == "$2" ]]; }
+stamp() { printf '%s\n' "$2" >"$1.tmp" && mv -f "$1.tmp" "$1"; }
+vllm_r3() { PYTHONPATH=$ROOT "$TOOL/bin/python" -m vllm_r3 "$@"; }
+has_driver() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; }
+
+# --- the host ------------------------------------------------------------------------------------
+
+in_range() {
+  "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+find_python() {
+  local name
+  for name in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    if in_range "$name"; then
+      PY=$("$name" -c 'import sys; print(sys.executable)')
+      return
+    fi
+  done
+  die "expected Python 3.10 to 3.13, found ${PYTHON:-python3} ($("${PYTHON:-python3}" -V 2>&1 \
+    || echo 'none')); install one and set PYTHON=/path/to/it"
+}
+
+check_host() {
+  [[ $(uname -sm) == "Linux x86_64" ]] \
+    || die "expected Linux on x86_64, which the pinned wheels are built for, found $(uname -sm)"
+  command -v git >/dev/null || die "git was not found; install it (Debian: apt-get install git)"
+  find_python
+  "$PY" -c 'import ensurepip, venv' 2>/dev/null || die "$PY has no ensurepip, so it cannot make a \
+virtual environment; install it (Debian: apt-get install python3-venv)"
+  mkdir -p "$BUILD" 2>/dev/null || die "cannot write to $BUILD"
+}
+
+# need_space DIR GIB WHAT
+need_space() {
+  local free
+  free=$(($(df -Pk "$1" | awk 'NR == 2 {print $4}') / 1048576))
+  ((free >= $2)) || die "$3 needs $2 GiB, $1 has $free GiB free; make room, or build elsewhere"
+}
+
+# One build at a time in a checkout; the lock ends with the process that holds it.
+lock_build() {
+  exec 9>"$BUILD/lock"
+  flock -n 9 && return
+  say "another build.sh is at work in $BUILD; waiting for it"
+  flock 9
+}
+unlock_build() { exec 9>&-; }
+
+# --- steps ---------------------------------------------------------------------------------------
+
+make_tool() {
+  rm -rf "$TOOL"
+  "$PY" -m venv "$TOOL"
+  "$TOOL/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
+    -r "$PIN/locks/tool.txt"
+  stamp "$TOOL/.key" "$1"
+}
+
+tool_step() {
+  local want
+  want=$({ cat "$PIN/locks/tool.txt"; "$PY" -VV; echo "$PY"; } | key)
+  stamped "$TOOL/.key" "$want" && [[ -x $TOOL/bin/uv ]] && set -- true || set -- make_tool "$want"
+  step tool "the tools (uv and the patch reader)" "$@"
+}
+
+fetch_wheel() { vllm_r3 series fetch --target "$1"; }
+make_wheel() { vllm_r3 wheel --target "$1" --dest "$2" >"$BUILD/wheel-$1.path"; }
+
+wheel_steps() { # TARGET DEST
+  step "fetch-$1" "the pinned vLLM 0.21.0 wheel for $1, by its hash" fetch_wheel "$1"
+  step "wheel-$1" "the wheel with the series applied" make_wheel "$1" "$2"
+  WHEEL=$(<"$BUILD/wheel-$1.path")
+}
+
+uv() {
+  local index
+  # an index that pip is set up with serves uv too
+  if [[ -z ${UV_INDEX_URL:-}${UV_DEFAULT_INDEX:-} ]] \
+    && index=$("$TOOL/bin/python" -m pip config get global.index-url 2>/dev/null); then
+    export UV_DEFAULT_INDEX=$index
+  fi
+  "$TOOL/bin/uv" "$@"
+}
+
+# deps_step DIR TARGET: an environment with exactly the locked packages. Its mark is written last,
+# so what an interrupted run left is thrown away; a folder that is not ours is refused.
+deps_step() {
+  local lock=$PIN/locks/$2.txt want
+  want=$({ cat "$lock"; "$PY" -VV; echo "$PY $2"; } | key)
+  if stamped "$1/.vllm-r3/deps" "$want"; then
+    step deps "the locked dependencies in $1" true
+    return
+  fi
+  if [[ -n $(ls -A "$1" 2>/dev/null) && ! -d $1/.vllm-r3 ]]; then
+    die "$1: expected a new folder or an environment of this command, found other files; \
+choose another folder"
+  fi
+  rm -rf "$1"
+  mkdir -p "$1/.vllm-r3"
+  need_space "$1" "$([[ $2 == cpu ]] && echo 8 || echo 14)" "the environment for $2"
+  step deps "the locked dependencies in $1 (gigabytes, the first time)" make_deps "$1" "$lock" "$want"
+}
+
+make_deps() { # DIR LOCK KEY
+  uv venv --quiet --allow-existing --python "$PY" "$1"
+  uv pip install --quiet --no-deps --require-hashes --python "$1/bin/python" -r "$2"
+  stamp "$1/.vllm-r3/deps" "$3"
+}
+
+# vllm_step DIR FORM: the patched wheel and this package, without their dependencies. FORM is
+# hatchling's: wheel:editable in this checkout, wheel:standard in a folder of its own.
+vllm_step() {
+  local want
+  want=$({ cat "$WHEEL" "$1/.vllm-r3/deps" "$ROOT/pyproject.toml"; own_sources "$2"; } | key)
+  stamped "$1/.vllm-r3/vllm" "$want" && set -- true || set -- install_vllm "$1" "$2" "$want"
+  step vllm "the patched vLLM and vllm-r3" "$@"
+}
+
+own_sources() {
+  echo "$1"
+  [[ $1 == wheel:editable ]] || find "$ROOT/vllm_r3" "$ROOT/patches" -type f -not -name '*.pyc' \
+    -print0 | sort -z | xargs -0 sha256sum
+}
+
+install_vllm() { # DIR FORM KEY
+  rm -rf "$1/.vllm-r3/vllm" "$BUILD/self"
+  uv pip install --quiet --no-deps --no-cache --reinstall --python "$1/bin/python" "$WHEEL"
+  (cd "$ROOT" && "$TOOL/bin/python" -m hatchling build -t "$2" -d "$BUILD/self")
+  uv pip install --quiet --no-deps --no-cache --reinstall --python "$1/bin/python" \
+    "$BUILD"/self/*.whl
+  uv pip check --python "$1/bin/python"
+  stamp "$1/.vllm-r3/vllm" "$3"
+}
+
+install_test_needs() { # DIR KEY
+  uv pip install --quiet --no-deps --require-hashes --python "$1/bin/python" \
+    -r "$PIN/locks/test.txt"
+  stamp "$1/.vllm-r3/test" "$2"
+}
+
+test_needs_step() { # DIR
+  local want
+  want=$(key "$PIN/locks/test.txt" "$1/.vllm-r3/deps")
+  stamped "$1/.vllm-r3/test" "$want" && set -- true || set -- install_test_needs "$1" "$want"
+  step test-needs "what the tests need" "$@"
+}
+
+# --- commands ------------------------------------------------------------------------------------
+
+# build_venv DIR TARGET: the five steps that both commands of the README start with.
+build_venv() {
+  local form=wheel:standard
+  [[ $1 == "$BUILD/venv" ]] && form=wheel:editable
+  check_host
+  lock_build
+  tool_step
+  wheel_steps "$2" "$BUILD/wheels-patched"
+  deps_step "$1" "$2"
+  vllm_step "$1" "$form"
+}
+
+cmd_venv() {
+  local dir=$BUILD/venv
+  TARGET=
+  while (($#)); do
+    case $1 in
+      --target) want_value "$@"; TARGET=$2; shift ;;
+      -*) bad_usage "venv does not take $1" ;;
+      *) dir=$(realpath -m "$1") ;;
+    esac
+    shift
+  done
+  choose_target
+  if [[ $TARGET == cuda ]] && ! has_driver; then
+    die "--target cuda needs an NVIDIA driver, found none (no /proc/driver/nvidia, nvidia-smi -L \
+fails); install the driver, or use --target cpu" 2
+  fi
+  STEPS=5
+  build_venv "$dir" "$TARGET"
+  echo "$dir"
+}
+
+cmd_wheel() {
+  local dest=$ROOT/dist
+  TARGET=
+  while (($#)); do
+    case $1 in
+      --target) want_value "$@"; TARGET=$2; shift ;;
+      --dest) want_value "$@"; dest=$(realpath -m "$2"); shift ;;
+      *) bad_usage "wheel does not take $1" ;;
+    esac
+    shift
+  done
+  choose_target
+  STEPS=3
+  check_host
+  lock_build
+  tool_step
+  need_space "$BUILD" 2 "the wheel"
+  wheel_steps "$TARGET" "$dest"
+  echo "$WHEEL"
+}
+
+cmd_demo() {
+  STEPS=5
+  build_venv "$BUILD/venv" cpu
+  unlock_build
+  say "environment ready after $((SECONDS - START)) s; the demo:"
+  exec "$BUILD/venv/bin/vllm-r3" demo "$@"
+}
+
+cmd_test() {
+  STEPS=9
+  build_venv "$BUILD/venv" cpu
+  test_needs_step "$BUILD/venv"
+  local bin=$BUILD/venv/bin
+  cd "$ROOT"
+  step lint "ruff check" "$bin/ruff" check vllm_r3 tests
+  step format "ruff format --check" "$bin/ruff" format --check vllm_r3 tests
+  step verify "vllm-r3 series verify" "$bin/vllm-r3" series verify --python "$bin/python"
+  unlock_build
+  (($#)) || set -- tests/unit tests/engine
+  say "environment ready after $((SECONDS - START)) s; the tests:"
+  exec "$bin/python" -m pytest "$@"
+}
+
+cmd_lock() {
+  local target
+  STEPS=5
+  check_host
+  lock_build
+  tool_step
+  for target in cpu cuda; do
+    step "lock-$target" "the lock for $target, as of the release" lock_target "$target"
+  done
+  step lock-test "the lock of what the tests need" lock_test
+  step lock-tool "the lock of the tools" lock_tool
+}
+
+resolve() { # LOCK ARGS: one lock for Python 3.10 to 3.13, with hashes and without an index's name
+  local lock=$1
+  shift
+  uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --upgrade \
+    --no-emit-index-url --no-header --no-annotate --output-file "$lock.tmp" "$@"
+  mv "$lock.tmp" "$lock"
+}
+
+lock_target() {
+  local needs=$BUILD/needs-$1.in
+  PYTHONPATH=$ROOT "$TOOL/bin/python" -m vllm_r3.wheel.requirements "$1" >"$needs"
+  resolve "$PIN/locks/$1.txt" --exclude-newer "$AS_OF" "$needs"
+}
+
+lock_test() {
+  resolve "$PIN/locks/test.txt" --constraint "$PIN/locks/cpu.txt" --extra test "$ROOT/pyproject.toml"
+}
+
+lock_tool() { (cd "$ROOT" && resolve "$PIN/locks/tool.txt" --group tool); }
+
+want_value() { (($# >= 2)) || bad_usage "$1 needs a value"; }
+
+bad_usage() {
+  say "build.sh: $1"
+  usage >&2
+  exit 2
+}
+
+choose_target() {
+  [[ -n $TARGET ]] || TARGET=$(has_driver && echo cuda || echo cpu)
+  [[ $TARGET == cpu || $TARGET == cuda ]] || bad_usage "--target takes cpu or cuda, got '$TARGET'"
+}
+
+main() {
+  local command=${1:-}
+  (($# == 0)) || shift
+  case $command in
+    demo | test | venv | wheel) "cmd_$command" "$@" ;;
+    lock | clean)
+      (($# == 0)) || bad_usage "$command takes no argument, got $1"
+      "cmd_$command"
+      ;;
+    -h | --help | help) usage ;;
+    *) bad_usage "expected a command, got '${command}'" ;;
+  esac
+}
+
+cmd_clean() { rm -rf "$BUILD" "$ROOT/dist"; }
+
+main "$@"
