@@ -1,0 +1,157 @@
+"""Lay rows out as a Megatron rank sees its tokens: padded, cut for context parallelism, then for sequence.
+
+    sample        rows of tokens [0, S - 1), then one made row for the last token, which has none
+    context       2 x cp chunks of a sample, rank r takes chunk r and chunk 2 x cp - 1 - r
+    sequence      the rank's tokens in tp equal runs, rank t takes run t
+
+Made rows hold K different valid ids, spread over the experts: zeros would send all padding to
+expert 0 and, for K > 1, name it twice, which breaks the token counts of Megatron's dispatcher.
+T tokens of this rank, L decoder layers, K top-k, E experts. It imports numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from vllm_r3.routes.rules import RoutesError
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Where this rank stands.
+
+    Attributes:
+        cp_size, cp_rank: context parallelism.
+        tp_size, tp_rank: tensor parallelism.
+        sequence_parallel: whether the router sees 1 / tp_size of the tokens.
+        pad_multiple: the packed length of a rank is padded to tp_size x this.
+    """
+
+    cp_size: int = 1
+    cp_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+    sequence_parallel: bool = False
+    pad_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for kind in ("cp", "tp"):
+            size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
+            if size < 1 or not 0 <= rank < size:
+                raise RoutesError(f"{kind}_rank must be in [0, {kind}_size), got {rank} of {size}")
+        if self.pad_multiple < 1:
+            raise RoutesError(f"pad_multiple must be 1 or more, got {self.pad_multiple}")
+
+
+WHOLE = Slicing()
+
+
+def padding_rows(rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
+    """Make rows of K different valid ids, the next row starting where the last one ended."""
+    if not 0 < top_k <= num_experts:
+        raise RoutesError(f"top_k must be in [1, {num_experts}] to pad with different ids, got {top_k}")
+    ids = (np.arange(rows)[:, None] * top_k + np.arange(top_k)) % num_experts
+    return np.broadcast_to(ids[:, None], (rows, num_layers, top_k)).astype(np.int64)
+
+
+def pack_rows(
+    samples: Sequence[np.ndarray], num_experts: int, slicing: Slicing = WHOLE
+) -> np.ndarray:
+    """Lay samples end to end, as packed (thd) batches are.
+
+    Args:
+        samples: rows of each sample, (S_i - 1, L, K).
+        num_experts: E, for the made rows.
+        slicing: this rank's share.
+
+    Returns:
+        (T, L, K) int64 for this rank's T tokens, in the router's order.
+    """
+    _check_samples(samples, num_experts)
+    parts = [_context_share(_closed(rows, len(rows) + 1, num_experts), slicing, num_experts) for rows in samples]
+    packed = np.concatenate(parts)
+    step = slicing.tp_size * slicing.pad_multiple
+    packed = _closed(packed, -(-len(packed) // step) * step, num_experts)
+    return _sequence_share(packed, slicing)
+
+
+def batch_rows(
+    samples: Sequence[np.ndarray],
+    seq_len: int,
+    num_experts: int,
+    slicing: Slicing = WHOLE,
+    offsets: Sequence[int] | None = None,
+) -> np.ndarray:
+    """Lay samples out as a padded batch [B, seq_len], which Megatron's layers hold as [seq_len, B, H].
+
+    Args:
+        samples: rows of each sample, (S_i - 1, L, K).
+        seq_len: the padded length, a multiple of 2 x cp_size where cp_size > 1.
+        num_experts: E, for the made rows.
+        slicing: this rank's share.
+        offsets: the position of each sample's first token (left padding); default 0.
+
+    Returns:
+        (T, L, K) int64, T = seq_len / cp (/ tp with sequence parallelism) x B, position outermost.
+    """
+    _check_samples(samples, num_experts)
+    offsets = [0] * len(samples) if offsets is None else list(offsets)
+    if slicing.cp_size > 1 and seq_len % (2 * slicing.cp_size):
+        raise RoutesError(f"seq_len must be a multiple of 2 x {slicing.cp_size}, got {seq_len}")
+    columns = []
+    for index, (rows, offset) in enumerate(zip(samples, offsets, strict=True)):
+        if not 0 <= offset <= seq_len - len(rows) - 1:
+            raise RoutesError(
+                f"sample {index}: {len(rows) + 1} tokens from position {offset} do not fit in {seq_len}"
+            )
+        column = padding_rows(seq_len, *rows.shape[1:], num_experts)
+        column[offset : offset + len(rows)] = rows
+        columns.append(_context_share(column, slicing, num_experts))
+    batch = np.stack(columns, axis=1)
+    batch = _sequence_share(batch, slicing)
+    return batch.reshape(-1, *batch.shape[2:])
+
+
+def _check_samples(samples: Sequence[np.ndarray], num_experts: int) -> None:
+    if not samples:
+        raise RoutesError("expected at least one sample, got none")
+    for index, rows in enumerate(samples):
+        if rows.ndim != 3 or rows.shape[1:] != samples[0].shape[1:]:
+            raise RoutesError(
+                f"sample {index}: expected rows (S - 1, {samples[0].shape[1]}, {samples[0].shape[2]}), "
+                f"got {rows.shape}"
+            )
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_experts:
+            raise RoutesError(
+                f"sample {index}: expected expert ids in [0, {num_experts}), got "
+                f"{int(rows.min())} to {int(rows.max())}"
+            )
+
+
+def _closed(rows: np.ndarray, length: int, num_experts: int) -> np.ndarray:
+    made = padding_rows(length - len(rows), *rows.shape[1:], num_experts)
+    return np.concatenate([rows.astype(np.int64, copy=False), made])
+
+
+def _context_share(rows: np.ndarray, slicing: Slicing, num_experts: int) -> np.ndarray:
+    if slicing.cp_size == 1:
+        return rows
+    chunks = 2 * slicing.cp_size
+    size = -(-len(rows) // chunks)
+    rows = _closed(rows, size * chunks, num_experts)
+    first, last = slicing.cp_rank, chunks - 1 - slicing.cp_rank
+    return np.concatenate([rows[first * size : (first + 1) * size], rows[last * size : (last + 1) * size]])
+
+
+def _sequence_share(rows: np.ndarray, slicing: Slicing) -> np.ndarray:
+    if not slicing.sequence_parallel:
+        return rows
+    if len(rows) % slicing.tp_size:
+        raise RoutesError(
+            f"sequence parallelism needs a multiple of {slicing.tp_size} positions, got {len(rows)}"
+        )
+    size = len(rows) // slicing.tp_size
+    return rows[slicing.tp_rank * size : (slicing.tp_rank + 1) * size]

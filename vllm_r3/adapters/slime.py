@@ -1,0 +1,201 @@
+"""Rows for slime and vime: fill `sample.rollout_routed_experts`, and start servers with what that needs.
+
+Both frameworks carry `(len(tokens) - 1, num_layers, moe_router_topk)` int32 with each sample, and put
+the server's `--vllm-...` overrides on their arguments as `vllm_...`. Nothing of either is imported:
+samples and arguments are used by attribute. It imports numpy only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_r3.routes import ChoiceRoutes, RouteShape, RoutesError, decode_choice
+
+FIELD = "rollout_routed_experts"
+
+
+def assign_routed_experts(
+    sample: Any,
+    response: Any,
+    args: Any,
+    *,
+    start: int | None = None,
+    choice: int = 0,
+    dtype: Any = np.int32,
+) -> str:
+    """Set `sample.rollout_routed_experts` from the answer that ended `sample.tokens`.
+
+    Call it after the answer's tokens were appended to `sample.tokens`. Rows before the answer's start
+    are kept from what the sample held (an earlier turn, the part before a resume), rows from there on
+    are the answer's, so a resumed rollout has none twice.
+
+    Args:
+        sample: has `tokens` and `rollout_routed_experts` (None, array, tensor, list of either).
+        response: the parsed body of any server that `vllm_r3.routes` reads.
+        args: has `num_layers`, `moe_router_topk` and, optionally, `num_experts`, `moe_layer_freq`.
+        start: the start that was sent; default: what the answer says, else 0.
+        choice: which choice the sample took.
+        dtype: of the result; both frameworks use int32.
+
+    Returns:
+        A note: empty, or why an aborted request left the sample without new rows.
+
+    Raises:
+        RoutesError: the rows do not fit the sample; it is left as it was.
+    """
+    name = _name(sample)
+    tokens = list(sample.tokens)
+    routes = _decode(response, tokens, args, start, choice, name)
+    if routes.rows is None:
+        return routes.note
+    _check_tail(tokens, routes, name)
+    first = routes.count.start
+    result = np.empty((max(0, len(tokens) - 1), args.num_layers, args.moe_router_topk), dtype)
+    if first:
+        held = held_rows(getattr(sample, FIELD, None))
+        _check_held(held, first, result, name)
+        result[:first] = held[:first]
+    result[first:] = routes.rows
+    setattr(sample, FIELD, result)
+    return ""
+
+
+def held_rows(value: Any) -> np.ndarray | None:
+    """Read what a sample holds: None, an array, a tensor, nested lists, or a list of such chunks."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and value and hasattr(value[0], "shape"):
+        return np.concatenate([_array(chunk) for chunk in value])
+    return _array(value)
+
+
+def _array(value: Any) -> np.ndarray:
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.empty(0, dtype=object)  # ragged: no caller takes it for rows
+
+
+def _name(sample: Any) -> str:
+    index = getattr(sample, "index", None)
+    return "sample" if index is None else f"sample {index}"
+
+
+def _decode(
+    response: Any, tokens: list[int], args: Any, start: int | None, choice: int, name: str
+) -> ChoiceRoutes:
+    shape = RouteShape.from_args(args)
+    if shape.num_layers is None or shape.top_k is None:
+        raise RoutesError(f"{name}: args must have num_layers and moe_router_topk")
+    routes = decode_choice(
+        response, choice, num_prompt=_num_prompt(response, tokens, choice), start=start,
+        shape=shape, request=name,
+    )  # fmt: skip
+    if routes.count.num_tokens != len(tokens) and routes.rows is not None:
+        raise RoutesError(
+            f"{name}: expected an answer that ends at {len(tokens)} tokens, got "
+            f"{routes.count.num_prompt} + {routes.count.num_generated}: "
+            "append its tokens to sample.tokens first"
+        )
+    return routes
+
+
+def _num_prompt(response: Any, tokens: list[int], choice: int) -> int | None:
+    """Derive P from the sample where the answer leaves it out, as the generate endpoint does."""
+    parts = response.get("choices") if isinstance(response, dict) else None
+    for part in parts or []:
+        if part.get("index", 0) == choice and part.get("token_ids") is not None:
+            return len(tokens) - len(part["token_ids"])
+    return None
+
+
+def _check_tail(tokens: list[int], routes: ChoiceRoutes, name: str) -> None:
+    generated = routes.token_ids or []
+    if generated and tokens[len(tokens) - len(generated) :] != list(generated):
+        raise RoutesError(
+            f"{name}: expected sample.tokens to end with the answer's {len(generated)} tokens, "
+            "got others"
+        )
+
+
+def _check_held(held: np.ndarray | None, first: int, result: np.ndarray, name: str) -> None:
+    found = (0, *result.shape[1:]) if held is None else held.shape
+    if len(found) != 3 or found[0] < first or found[1:] != result.shape[1:]:
+        raise RoutesError(
+            f"{name}: expected at least {(first, *result.shape[1:])} held rows before start {first}, "
+            f"got {tuple(found)}"
+        )
+
+
+# flag, argument, what stock 0.21.0 must be told for rows to come out whole
+_STOCK_021 = [
+    ("--no-async-scheduling", "vllm_async_scheduling", "stock 0.21 refuses it with routed experts"),
+    ("--no-enable-prefix-caching", "vllm_enable_prefix_caching", "cached rows come back as zeros"),
+]
+# passed on as the user asked, never added on our own
+_ASKED = [
+    ("--enable-expert-parallel", "vllm_enable_expert_parallel"),
+    ("--expert-placement-strategy", "vllm_expert_placement_strategy"),
+    ("--routed-experts-encoding", "vllm_routed_experts_encoding"),
+    ("--routed-experts-layout", "vllm_routed_experts_layout"),
+]
+SERVERS = ("r3", "0.21", "0.22")
+
+
+def engine_flags(args: Any, *, server: str = "r3") -> list[str]:
+    """Turn a framework's arguments into the server flags that routing replay needs.
+
+    Args:
+        args: `use_rollout_routing_replay`, and the user's `--vllm-...` overrides as `vllm_...`.
+        server: `r3` (this project), `0.21` (stock) or `0.22` (stock, 0.22 and newer).
+
+    Returns:
+        Flags to append, none when replay is off. Only `--enable-return-routed-experts` is added on our
+        own; on stock 0.21 also what it needs, unless the user set it, which is kept and warned of.
+        Expert parallelism, placement, encoding and layout follow the user alone. An unchanged vime
+        reads one buffer: pass it `--vllm-routed-experts-layout full`.
+
+    Raises:
+        RoutesError: `server` is none of the three.
+    """
+    if server not in SERVERS:
+        raise RoutesError(f"server must be one of {', '.join(SERVERS)}, got {server}")
+    if not getattr(args, "use_rollout_routing_replay", False):
+        return []
+    flags = ["--enable-return-routed-experts"]
+    for flag, name in _ASKED if server == "r3" else _ASKED[:2]:
+        flags += _asked(args, flag, name)
+    if server == "0.21":
+        flags += _needed_by_stock(args)
+    return flags
+
+
+def _asked(args: Any, flag: str, name: str) -> list[str]:
+    value = getattr(args, name, None)
+    if not _overrode(args, name) or value is None or value is False:
+        return []
+    return [flag] if value is True else [flag, str(value)]
+
+
+def _needed_by_stock(args: Any) -> list[str]:
+    flags = []
+    for flag, name, why in _STOCK_021:
+        if not _overrode(args, name):
+            flags.append(flag)
+        elif getattr(args, name):
+            warnings.warn(f"--{name.replace('_', '-')} is kept as set, but {why}", stacklevel=3)
+    return flags
+
+
+def _overrode(args: Any, name: str) -> bool:
+    """Say whether the user named this flag: vime lists those, else any value but None counts."""
+    provided: Sequence[str] | None = getattr(args, "_vllm_user_provided", None)
+    if provided is not None:
+        return name in provided
+    return getattr(args, name, None) is not None
