@@ -301,7 +301,9 @@ resolve() { # LOCK ARGS: one lock for Python 3.10 to 3.13, with hashes and witho
 lock_target() {
   local needs=$BUILD/needs-$1.in
   PYTHONPATH=$ROOT "$TOOL/bin/python" -m vllm_r3.wheel.requirements "$1" >"$needs"
-  resolve "$PIN/locks/$1.txt" --exclude-newer "$AS_OF" "$needs"
+  # with vllm-r3's own needs, of which unidiff's pin is younger than the release
+  resolve "$PIN/locks/$1.txt" --exclude-newer "$AS_OF" --exclude-newer-package unidiff=2026-11-01 \
+    --extra series "$needs" "$ROOT/pyproject.toml"
 }
 
 lock_test() {

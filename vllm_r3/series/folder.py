@@ -29,7 +29,7 @@ class Series:
     @property
     def order(self) -> list[str]:
         """The patch file names, first applied first."""
-        return [line for line in self.lines if _is_patch(line)]
+        return [line for line in self.lines if is_patch(line)]
 
     @property
     def hash(self) -> str:
@@ -60,7 +60,7 @@ def read_series(folder: Path | None = None) -> Series:
     folder = folder or default_folder()
     pin = read_pin(folder)
     lines = read_lines(folder)
-    names = [line for line in lines if _is_patch(line)]
+    names = [line for line in lines if is_patch(line)]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise R3Error(f"{folder / 'series'} lists files that are not there: {', '.join(missing)}")
@@ -85,7 +85,7 @@ def reorder(lines: Iterable[str], order: list[str]) -> tuple[str, ...]:
     headings: dict[str, tuple[str, ...]] = {}
     fresh = True
     for line in lines:
-        if _is_patch(line):
+        if is_patch(line):
             headings[line] = tuple(heading)
             fresh = True
         else:
@@ -116,5 +116,6 @@ def apply_patch(patch: Patch, files: dict[str, bytes | None]) -> None:
         files[change.path] = apply_change(change, files.get(change.path), patch.name)
 
 
-def _is_patch(line: str) -> bool:
+def is_patch(line: str) -> bool:
+    """Tell a file name of `series` from a heading or an empty line."""
     return bool(line) and not line.startswith("#")

@@ -18,13 +18,20 @@ from vllm_r3.series.git import Git
 from vllm_r3.series.patchfile import Patch, blob_id
 
 BASE = "r3-base"
+ONTO = "r3-onto"
 WHEN = {"GIT_AUTHOR_DATE": "2026-05-15T00:00:00Z", "GIT_COMMITTER_DATE": "2026-05-15T00:00:00Z"}
 
 
-def import_series(series: Series, sources: Mapping[str, bytes], dest: Path) -> int:
+def import_series(
+    series: Series,
+    sources: Mapping[str, bytes],
+    dest: Path,
+    onto: Mapping[str, bytes] | None = None,
+) -> int:
     """Write the tree to `dest`, which must be new or empty, and return the number of commits.
 
-    `sources` are the wheel's Python files by path. Nothing is left at `dest` after a failure.
+    `sources` are the wheel's Python files by path. `onto`, those of another vLLM, are committed
+    beside the series and tagged r3-onto. Nothing is left at `dest` after a failure.
 
     Raises:
         R3Error: `dest` is in use, or a patch does not apply exactly.
@@ -35,6 +42,8 @@ def import_series(series: Series, sources: Mapping[str, bytes], dest: Path) -> i
     temp = Path(tempfile.mkdtemp(prefix=f".{dest.name}-", dir=dest.parent))
     try:
         _fill(series, sources, temp)
+        if onto is not None:
+            _commit_onto(Git(temp), onto)
         if dest.exists():
             dest.rmdir()
         os.replace(temp, dest)
@@ -43,6 +52,15 @@ def import_series(series: Series, sources: Mapping[str, bytes], dest: Path) -> i
         raise
     os.chmod(dest, 0o755)
     return len(series.order)
+
+
+def _commit_onto(git: Git, sources: Mapping[str, bytes]) -> None:
+    git.run("checkout", "-q", "-b", "onto", BASE)
+    git.run("rm", "-q", "-r", "--cached", ".")
+    shutil.rmtree(git.root / "vllm")
+    commit_base(git, sources, "Another vLLM, Python files of its wheel")
+    git.run("tag", ONTO)
+    git.run("checkout", "-q", "main")
 
 
 def commit_base(git: Git, sources: Mapping[str, bytes], message: str) -> None:
