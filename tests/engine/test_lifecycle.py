@@ -1,0 +1,256 @@
+"""What can happen to a request, by value: one engine, small steps, prefix cache on.
+
+`max_num_batched_tokens` is below most prompts, so they are prefilled in chunks whose edges
+lie inside blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engines import BLOCK, engine, seeded_prompts
+
+BUDGET = 40
+END = 509  # the tokenizer's end of text
+
+
+@pytest.fixture(scope="module")
+def running(models, oracles):
+    with engine(models("moe"), oracles("moe"), max_num_batched_tokens=BUDGET) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(running):
+    yield
+    assert set(running.leftovers().values()) == {0}, running.leftovers()
+
+
+@pytest.fixture
+def fresh(running):
+    """Start from an empty prefix cache."""
+    assert running.llm.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 39, 40, 41, 79, 80, 81, 200])
+def test_prompt_lengths_around_block_and_chunk_edges(running, fresh, length):
+    (prompt,) = seeded_prompts(100 + length, [length])
+    (cold,) = running.check([prompt])
+    (warm,) = running.check([prompt])
+    assert cold.num_cached_tokens == 0
+    assert warm.num_cached_tokens == (length - 1) // BLOCK * BLOCK
+
+
+def test_sixteen_requests_at_once(running, fresh):
+    prompts = seeded_prompts(11, [*range(5, 150, 9)][:16])
+    outputs = running.check(prompts, max_tokens=40)
+    assert len(outputs) == 16
+    running.check(prompts, max_tokens=40)
+
+
+def test_second_turn_continues_on_generated_blocks(running, fresh):
+    (prompt,) = seeded_prompts(12, [50])
+    (first,) = running.check([prompt], max_tokens=40)
+    turn = [*prompt, *first.outputs[0].token_ids, *seeded_prompts(13, [20])[0]]
+    (second,) = running.check([turn])
+    assert second.num_cached_tokens == 80  # 89 forwarded tokens fill five blocks
+
+
+def test_second_turn_returns_exactly_the_missing_rows(running, fresh):
+    (prompt,) = seeded_prompts(14, [50])
+    (first,) = running.check([prompt], max_tokens=20)
+    tokens = [*prompt, *first.outputs[0].token_ids]
+    turn = [*tokens, *seeded_prompts(15, [20])[0]]
+    (second,) = running.check([turn], routed_experts_prompt_start=len(tokens) - 1)
+    (whole,) = running.generate([turn])
+    joined = [
+        first.prompt_routed_experts,
+        first.outputs[0].routed_experts,
+        second.prompt_routed_experts,
+    ]
+    assert np.array_equal(np.concatenate(joined), whole.prompt_routed_experts)
+
+
+@pytest.mark.parametrize("start", [0, 1, 16, 29, 30])
+def test_prompt_start_leaves_out_the_first_rows(running, start):
+    (prompt,) = seeded_prompts(16, [30])
+    (output,) = running.check([prompt], routed_experts_prompt_start=start)
+    assert output.prompt_routed_experts.shape == (30 - start, 4, 4)
+
+
+def test_one_generated_token_has_no_row(running):
+    (output,) = running.check(seeded_prompts(17, [20]), max_tokens=1)
+    assert output.outputs[0].routed_experts.shape == (0, 4, 4)
+    assert output.outputs[0].routed_experts.dtype == np.uint8
+
+
+def test_request_that_wants_no_rows_gets_none(running):
+    (output,) = running.generate(seeded_prompts(18, [20]), return_routed_experts=False)
+    assert output.prompt_routed_experts is None
+    assert output.outputs[0].routed_experts is None
+
+
+def test_rows_of_a_prompt_cached_by_a_request_that_wanted_none(running, fresh):
+    (prompt,) = seeded_prompts(19, [60])
+    running.generate([prompt], return_routed_experts=False)
+    (output,) = running.check([prompt])
+    assert output.num_cached_tokens == 48
+
+
+def test_stop_by_end_of_text(running):
+    (output,) = running.check(seeded_prompts(20, [20]), min_tokens=5, logit_bias={END: 100.0})
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason is None
+    assert list(output.outputs[0].token_ids)[5:] == [END]
+
+
+def test_stop_by_token_id(running):
+    (prompt,) = seeded_prompts(21, [20])
+    (free,) = running.check([prompt], max_tokens=20)
+    token = free.outputs[0].token_ids[9]
+    (output,) = running.check([prompt], max_tokens=20, stop_token_ids=[token])
+    assert output.outputs[0].stop_reason == token
+    assert output.outputs[0].token_ids[-1] == token
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("at", [0, 1, 7, 15])
+def test_stop_by_string(running, at, include):
+    (prompt,) = seeded_prompts(22, [33])
+    (free,) = running.check([prompt], max_tokens=20)
+    tokens = list(free.outputs[0].token_ids)
+    word = running.llm.get_tokenizer().decode(tokens[at : at + 2])
+    (output,) = running.check(
+        [prompt], max_tokens=20, stop=[word], include_stop_str_in_output=include
+    )
+    choice = output.outputs[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", word)
+    assert list(choice.token_ids) == tokens[: len(choice.token_ids)]
+    assert len(choice.token_ids) <= at + 2
+
+
+def test_stop_string_that_never_comes(running):
+    (output,) = running.check(seeded_prompts(23, [33]), stop=["\x00never"], max_tokens=25)
+    assert output.outputs[0].finish_reason == "length"
+    assert len(output.outputs[0].token_ids) == 25
+
+
+def test_minimum_of_tokens_holds_back_a_stop_id(running):
+    (prompt,) = seeded_prompts(24, [20])
+    (free,) = running.generate([prompt], max_tokens=12)
+    token = free.outputs[0].token_ids[3]
+    (output,) = running.check(
+        [prompt], max_tokens=12, min_tokens=8, stop_token_ids=[token], logit_bias={token: 0.0}
+    )
+    assert len(output.outputs[0].token_ids) >= 8
+
+
+def test_limit_of_the_model_length(running):
+    (output,) = running.check(seeded_prompts(25, [500]), max_tokens=100)
+    assert output.outputs[0].finish_reason == "length"
+    assert len(output.outputs[0].token_ids) == 12
+
+
+def test_several_choices_share_the_prompt_and_differ_after_it(running, fresh):
+    (output,) = running.check(seeded_prompts(26, [45]), n=4, temperature=1.0, seed=3)
+    assert [c.index for c in output.outputs] == [0, 1, 2, 3]
+    assert len({tuple(c.token_ids) for c in output.outputs}) == 4
+
+
+def test_several_choices_of_different_lengths(running, fresh):
+    (output,) = running.check(
+        seeded_prompts(27, [45]), n=4, temperature=1.5, seed=3, max_tokens=40, stop=["e"]
+    )
+    assert len({len(c.token_ids) for c in output.outputs}) > 1
+
+
+def test_structured_output(running):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    (prompt,) = seeded_prompts(28, [20])
+    (output,) = running.generate(
+        [prompt], structured_outputs=StructuredOutputsParams(regex="[a-d]{6}[0-9]{3}")
+    )
+    text = output.outputs[0].text
+    assert len(text) == 9 and text[:6].isalpha() and text[6:].isdigit()
+    running.compare(prompt, output, temperature=1.0)
+
+
+def test_whole_prompt_in_the_cache_recomputes_its_last_token(running, fresh):
+    (prompt,) = seeded_prompts(29, [4 * BLOCK])
+    running.check([prompt])
+    (warm,) = running.check([prompt])
+    assert warm.num_cached_tokens == 3 * BLOCK
+
+
+def test_reset_of_the_prefix_cache(running):
+    (prompt,) = seeded_prompts(30, [70])
+    running.check([prompt])
+    assert running.llm.reset_prefix_cache()
+    (again,) = running.check([prompt])
+    assert again.num_cached_tokens == 0
+
+
+def test_same_prompt_many_times_in_one_batch(running, fresh):
+    (prompt,) = seeded_prompts(31, [70])
+    outputs = running.check([prompt] * 16)
+    assert max(o.num_cached_tokens for o in outputs) == 64
+
+
+def test_prompt_logprobs_do_not_disturb_the_rows(running, fresh):
+    (prompt,) = seeded_prompts(32, [70])
+    running.check([prompt])
+    (output,) = running.check([prompt], prompt_logprobs=1)
+    assert len(output.prompt_logprobs) == 70
+
+
+def test_aborted_request_leaves_the_next_ones_right(running, fresh):
+    from vllm import SamplingParams
+
+    llm_engine = running.llm.llm_engine
+    prompts = seeded_prompts(33, [70, 30, 50])
+    ids = []
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, max_tokens=30)
+        ids.append(llm_engine.add_request(f"abort-{number}", {"prompt_token_ids": prompt}, params))
+    done = {}
+    for step in range(60):
+        done |= {o.request_id: o for o in llm_engine.step() if o.finished}
+        if step == 8:
+            llm_engine.abort_request(["abort-1"])
+    assert sorted(done) == ["abort-0", "abort-2"]
+    for number in (0, 2):
+        running.compare(prompts[number], done[f"abort-{number}"])
+    running.check(prompts)
+
+
+def test_abort_during_chunked_prefill(running, fresh):
+    from vllm import SamplingParams
+
+    llm_engine = running.llm.llm_engine
+    (prompt,) = seeded_prompts(34, [150])
+    llm_engine.add_request("half", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4))
+    llm_engine.step()
+    llm_engine.step()
+    llm_engine.abort_request(["half"])
+    (output,) = running.check([prompt])
+    assert output.num_cached_tokens == 80
+
+
+def test_ten_thousand_short_prompts_do_not_grow_memory(running, fresh):
+    import psutil
+
+    def resident_mib() -> float:
+        process = psutil.Process()
+        family = [process, *process.children(recursive=True)]
+        return sum(p.memory_info().rss for p in family) / 2**20
+
+    rng = np.random.default_rng(35)
+    sizes = []
+    for _ in range(5):
+        prompts = [rng.integers(0, 509, 3 + i % 4).tolist() for i in range(2000)]
+        outputs = running.generate(prompts, max_tokens=2)
+        running.compare(prompts[-1], outputs[-1])
+        del outputs
+        sizes.append(resident_mib())
+    assert sizes[-1] - sizes[1] < 30, sizes

@@ -1,0 +1,24 @@
+"""Two tensor-parallel ranks, and the model under torch.compile: rows by value."""
+
+from __future__ import annotations
+
+from engines import engine, seeded_prompts
+
+LENGTHS = [3, 15, 16, 17, 33, 90]
+
+
+def test_rows_with_two_tensor_parallel_ranks_equal_the_oracle(models, oracles):
+    with engine(models("moe"), oracles("moe"), tensor_parallel_size=2) as running:
+        prompts = seeded_prompts(71, LENGTHS)
+        running.check(prompts)
+        running.check(prompts)
+
+
+def test_rows_under_torch_compile_equal_the_oracle(models, oracles):
+    """0.22.1 returns zeros here: its graph is traced before the capture is bound."""
+    with engine(models("moe"), oracles("moe"), compiled=True) as running:
+        mode = running.llm.llm_engine.vllm_config.compilation_config.mode
+        assert mode.name == "DYNAMO_TRACE_ONCE"
+        prompts = seeded_prompts(72, LENGTHS)
+        running.check(prompts, max_tokens=30)
+        running.check(prompts, max_tokens=30)

@@ -1,0 +1,75 @@
+"""A block pool too small for its requests: preemption, resume, eviction, by value."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from engines import BLOCK, engine, seeded_prompts
+
+BLOCKS = 24  # one of them is the null block
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def running(request, models, oracles, force_async):
+    with force_async(request.param):
+        with engine(
+            models("moe"),
+            oracles("moe"),
+            num_gpu_blocks_override=BLOCKS,
+            max_model_len=256,
+            max_num_batched_tokens=64,
+        ) as running:
+            config = running.llm.llm_engine.vllm_config.scheduler_config
+            assert config.async_scheduling == request.param
+            yield running
+
+
+@pytest.fixture
+def preempted(running, monkeypatch):
+    """Counts preemptions by request, so that a test can prove that there were some."""
+    counts = Counter()
+    preempt = running.scheduler._preempt_request
+
+    def count(request, timestamp):
+        counts[request.request_id] += 1
+        preempt(request, timestamp)
+
+    monkeypatch.setattr(running.scheduler, "_preempt_request", count)
+    return counts
+
+
+def test_rows_after_preemption_equal_the_oracle(running, preempted):
+    prompts = seeded_prompts(41, [60, 61, 62, 63, 64, 65])
+    running.check(prompts, max_tokens=60)
+    assert len(preempted) >= 2, preempted
+    assert set(running.leftovers().values()) == {0}, running.leftovers()
+
+
+def test_preempted_with_a_stop_string_and_several_choices(running, preempted):
+    prompts = seeded_prompts(42, [50, 51, 52])
+    running.check(
+        prompts, max_tokens=60, n=2, temperature=1.0, seed=1, stop=["\x00never"], min_tokens=50
+    )
+    assert preempted
+
+
+def test_prompts_evicted_from_the_cache_are_computed_again(running):
+    (first,) = seeded_prompts(43, [100])
+    running.check([first])
+    (warm,) = running.check([first])
+    assert warm.num_cached_tokens == 96
+    for prompt in seeded_prompts(44, [200, 210, 220]):
+        running.check([prompt])
+    (again,) = running.check([first])
+    assert again.num_cached_tokens == 0
+
+
+def test_partly_evicted_prefix(running):
+    (first,) = seeded_prompts(45, [200])
+    running.check([first])
+    (other,) = seeded_prompts(46, [190])
+    running.check([other])
+    (again,) = running.check([first])
+    assert 0 < again.num_cached_tokens < 192
+    assert again.num_cached_tokens % BLOCK == 0
