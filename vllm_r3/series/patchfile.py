@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from email.errors import HeaderParseError
 from email.header import decode_header, make_header
 
 from vllm_r3.errors import R3Error
@@ -150,8 +151,15 @@ def _headers(head: str) -> dict[str, str]:
     for line in re.sub(r"\n[ \t]+", " ", head).split("\n")[1:]:
         key, _, value = line.partition(": ")
         text = value.encode("latin-1").decode("utf-8", "replace")
-        fields[key] = str(make_header(decode_header(text))) if "=?" in text else text
+        fields[key] = _decoded(text) if "=?" in text else text
     return fields
+
+
+def _decoded(text: str) -> str:
+    try:
+        return str(make_header(decode_header(text)))
+    except (LookupError, ValueError, HeaderParseError):
+        return text  # an unknown charset; the hash of the file tells that it was changed
 
 
 def _changes(name: str, diff: str) -> tuple[FileChange, ...]:

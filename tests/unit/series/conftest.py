@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,16 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return made
 
 
+@pytest.fixture(scope="session")
+def two_patches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A series folder with two patches, made once: edits, new files, an empty, a removed one."""
+    made = Lab(tmp_path_factory.mktemp("two-patches"))
+    made.write_two_patches()
+    return made.folder
+
+
 @pytest.fixture
-def patched_lab(lab: Lab) -> Lab:
-    """A miniature whose series has two patches: edits, a new file, an empty one, a removed one."""
-    lab.write_two_patches()
+def patched_lab(lab: Lab, two_patches: Path) -> Lab:
+    """A miniature with a copy of that folder."""
+    shutil.copytree(two_patches, lab.folder, dirs_exist_ok=True)
     return lab

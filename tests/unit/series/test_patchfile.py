@@ -24,7 +24,7 @@ def test_every_kind_of_change_gives_the_author_tree(patched_lab: Lab) -> None:
     files: dict[str, bytes | None] = dict(SOURCES)
     for patch in patched_lab.series().patches():
         apply_patch(patch, files)
-    tree = patched_lab.root / "author"
+    tree = patched_lab.import_tree()
     assert files["vllm/old/gone.py"] is None
     assert files["vllm/r3/__init__.py"] == b""
     for path in ("vllm/engine.py", "vllm/odd.py", "vllm/r3/store.py"):
