@@ -7,6 +7,7 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -25,6 +26,7 @@ from vllm_r3.errors import R3Error
 
 HOST = "127.0.0.1"
 SHOWN_LINES = 15
+STOP_S = 20.0
 
 _ERROR = re.compile(r" ERROR |^(\(.*?\) )?(\w+\.)*\w*(Error|Exception|Exit)\b.*:|: error: ")
 _FRAME = re.compile(r"\] +(File |\^+|raise |return )|\] {4,}\S|Traceback \(|\] *$")
@@ -196,28 +198,33 @@ class Server:
         try:
             status, answer = self.request(method, path, body)
         except OSError as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                assert self._process is not None
+                self._process.wait(timeout=1)  # the socket ends before its process
             self._require_alive(f"during {method} {path}")
             raise R3Error(f"{method} {path}: expected an answer, got {error}") from None
         if status != 200:
             raise R3Error(f"{method} {path}: expected 200, got {status}: {answer.decode()[:500]}")
         return json.loads(answer)
 
+    @property
+    def pid(self) -> int:
+        """Process id, which is also that of the process group. Only while it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def stop(self) -> None:
-        """End the process and all it started: SIGTERM, then SIGKILL after 20 s."""
+        """End the process and all it started: SIGTERM, then SIGKILL after STOP_S seconds."""
         process, self._process = self._process, None
         if process is None:
             return
         _signal_group(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=STOP_S)
         _signal_group(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _signal_group(group: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-    except ProcessLookupError:
-        pass
