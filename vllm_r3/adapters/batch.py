@@ -52,7 +52,9 @@ WHOLE = Slicing()
 def padding_rows(rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
     """Make rows of K different valid ids, the next row starting where the last one ended."""
     if not 0 < top_k <= num_experts:
-        raise RoutesError(f"top_k must be in [1, {num_experts}] to pad with different ids, got {top_k}")
+        raise RoutesError(
+            f"top_k must be in [1, {num_experts}] to pad with different ids, got {top_k}"
+        )
     ids = (np.arange(rows)[:, None] * top_k + np.arange(top_k)) % num_experts
     return np.broadcast_to(ids[:, None], (rows, num_layers, top_k)).astype(np.int64)
 
@@ -71,7 +73,10 @@ def pack_rows(
         (T, L, K) int64 for this rank's T tokens, in the router's order.
     """
     _check_samples(samples, num_experts)
-    parts = [_context_share(_closed(rows, len(rows) + 1, num_experts), slicing, num_experts) for rows in samples]
+    parts = [
+        _context_share(_closed(rows, len(rows) + 1, num_experts), slicing, num_experts)
+        for rows in samples
+    ]
     packed = np.concatenate(parts)
     step = slicing.tp_size * slicing.pad_multiple
     packed = _closed(packed, -(-len(packed) // step) * step, num_experts)
@@ -143,7 +148,9 @@ def _context_share(rows: np.ndarray, slicing: Slicing, num_experts: int) -> np.n
     size = -(-len(rows) // chunks)
     rows = _closed(rows, size * chunks, num_experts)
     first, last = slicing.cp_rank, chunks - 1 - slicing.cp_rank
-    return np.concatenate([rows[first * size : (first + 1) * size], rows[last * size : (last + 1) * size]])
+    return np.concatenate(
+        [rows[first * size : (first + 1) * size], rows[last * size : (last + 1) * size]]
+    )
 
 
 def _sequence_share(rows: np.ndarray, slicing: Slicing) -> np.ndarray:

@@ -113,7 +113,9 @@ def replaying(model: Any, rows: np.ndarray) -> Iterator[None]:
         clear_replay(model)
 
 
-def stage_moe_layers(config: Any, pp_rank: int, vp_stages: Sequence[int | None] = (None,)) -> list[int]:
+def stage_moe_layers(
+    config: Any, pp_rank: int, vp_stages: Sequence[int | None] = (None,)
+) -> list[int]:
     """Say which global MoE layers a pipeline rank holds, in the order Megatron builds them.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_r3.routes import ChoiceRoutes, RouteShape, RoutesError, decode_choice
+from vllm_r3.routes import ChoiceRoutes, RoutesError, RouteShape, decode_choice
 
 FIELD = "rollout_routed_experts"
 

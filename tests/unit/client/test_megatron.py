@@ -17,7 +17,9 @@ from vllm_r3.adapters.batch import batch_rows
 from vllm_r3.errors import R3Error
 from vllm_r3.routes import RoutesError
 
-torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[megatron]'")
+torch = pytest.importorskip(
+    "torch", reason="torch is not installed: pip install 'vllm-r3[megatron]'"
+)
 pytest.importorskip(
     "megatron.core.transformer.moe.router_replay",
     reason="megatron-core 0.16 or newer is not installed: pip install 'vllm-r3[megatron]'",
@@ -94,6 +96,7 @@ def maps_of(model: Any, tokens: Any) -> tuple[dict[int, np.ndarray], Any]:
     maps: dict[int, np.ndarray] = {}
     hooks = []
     for router in adapter.target_routers(model):
+
         def keep(module: Any, inputs: Any, output: Any, layer: int = router.layer) -> None:
             maps[layer] = output[1].numpy()
 
@@ -196,7 +199,9 @@ def test_recomputed_forwards_take_the_microbatches_in_order(cpu_megatron: None) 
 
 
 @pytest.mark.parametrize("layers", [LAYERS - 1, 1])
-def test_rows_without_the_last_layers_are_refused_before_any_is_set(cpu_megatron: None, layers: int) -> None:
+def test_rows_without_the_last_layers_are_refused_before_any_is_set(
+    cpu_megatron: None, layers: int
+) -> None:
     model = build()
     missing = max(1, layers)
     message = (
@@ -236,7 +241,9 @@ def test_a_fused_router_that_would_ignore_replay_is_refused(cpu_megatron: None) 
 
 
 def test_a_dense_model_is_refused(cpu_megatron: None) -> None:
-    with pytest.raises(R3Error, match="^expected a model with MoE routers, found none on this rank$"):
+    with pytest.raises(
+        R3Error, match="^expected a model with MoE routers, found none on this rank$"
+    ):
         adapter.target_routers(torch.nn.Linear(2, 2))
 
 
@@ -283,5 +290,3 @@ def test_layer_tensors_are_contiguous_int64() -> None:
     for layer, tensor in zip((3, 1), adapter.layer_tensors(rows, (3, 1)), strict=True):
         assert tensor.dtype == torch.int64 and tensor.is_contiguous()
         np.testing.assert_array_equal(tensor.numpy(), rows[:, layer])
-
-

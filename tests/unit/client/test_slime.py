@@ -22,7 +22,9 @@ def refused(message: str):
 
 
 def sample_of(count: int, held: Any = None) -> Any:
-    return SimpleNamespace(index=4, tokens=list(range(100, 100 + count)), rollout_routed_experts=held)
+    return SimpleNamespace(
+        index=4, tokens=list(range(100, 100 + count)), rollout_routed_experts=held
+    )
 
 
 @pytest.mark.parametrize("form", [split_answer, full_answer, sglang_answer])
@@ -58,7 +60,9 @@ def test_a_resume_doubles_no_row_and_keeps_the_boundary_tokens_real_one() -> Non
     np.testing.assert_array_equal(sample.rollout_routed_experts[6:], fresh[6:])
 
 
-@pytest.mark.parametrize(("held", "found"), [(None, (0, 3, 2)), (ALL[:7], (7, 3, 2)), (ALL[:9, :2], (9, 2, 2))])
+@pytest.mark.parametrize(
+    ("held", "found"), [(None, (0, 3, 2)), (ALL[:7], (7, 3, 2)), (ALL[:9, :2], (9, 2, 2))]
+)
 def test_too_few_or_foreign_held_rows_are_refused_and_left_alone(held: Any, found: tuple) -> None:
     sample = sample_of(13, held)
     with refused(f"sample 4: expected at least (8, 3, 2) held rows before start 8, got {found}"):
@@ -95,9 +99,15 @@ def test_args_without_the_models_sides_are_refused() -> None:
 
 
 def test_moe_layer_freq_spreads_stock_021s_rows_over_all_layers() -> None:
-    args = SimpleNamespace(num_layers=4, moe_router_topk=2, num_experts=16, moe_layer_freq=[0, 1, 1, 1])
+    args = SimpleNamespace(
+        num_layers=4, moe_router_topk=2, num_experts=16, moe_layer_freq=[0, 1, 1, 1]
+    )
     sample = sample_of(9)
-    assign_routed_experts(sample, split_answer(ALL[:8], 5, encode=np.ndarray.tolist) | {"routed_experts_meta": None}, args)
+    assign_routed_experts(
+        sample,
+        split_answer(ALL[:8], 5, encode=np.ndarray.tolist) | {"routed_experts_meta": None},
+        args,
+    )
     np.testing.assert_array_equal(sample.rollout_routed_experts[:, 1:], ALL[:8])
     assert not sample.rollout_routed_experts[:, 0].any()
 
@@ -117,7 +127,14 @@ def test_replay_off_adds_no_flag(server: str) -> None:
     [
         ("r3", ["--enable-return-routed-experts"]),
         ("0.22", ["--enable-return-routed-experts"]),
-        ("0.21", ["--enable-return-routed-experts", "--no-async-scheduling", "--no-enable-prefix-caching"]),
+        (
+            "0.21",
+            [
+                "--enable-return-routed-experts",
+                "--no-async-scheduling",
+                "--no-enable-prefix-caching",
+            ],
+        ),
     ],
 )
 def test_only_what_each_server_needs_is_added(server: str, flags: list[str]) -> None:

@@ -1,0 +1,129 @@
+"""Expert load: how often each expert of each layer was chosen, and how evenly.
+
+Reads rows from a rollout file (.pt), an array (.npy), an answer (.json) or a server. The table needs
+numpy; the heat map matplotlib, the rollout file torch, both imported when needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vllm_r3.adapters.slime import FIELD, held_rows
+from vllm_r3.checks.rollout import load_samples
+from vllm_r3.checks.target import connect
+from vllm_r3.errors import R3Error
+from vllm_r3.routes import RouteShape, decode_answer
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Counts (L, E) of choices, over `rows` rows of K choices each."""
+
+    counts_LE: np.ndarray
+    rows: int
+    top_k: int
+
+    def entropy(self) -> np.ndarray:
+        """Entropy of each layer's load in bits; log2(E) is even, 0 for a layer that does not route."""
+        share = self.counts_LE / np.maximum(1, self.counts_LE.sum(axis=1, keepdims=True))
+        logs = np.log2(share, out=np.zeros_like(share), where=share > 0)
+        return -(share * logs).sum(axis=1) + 0.0
+
+    def lines(self) -> list[str]:
+        """A table, one line a layer; busiest and idlest as multiples of an even load."""
+        layers, experts = self.counts_LE.shape
+        text = [f"{self.rows} rows, {layers} layers, {experts} experts, top-{self.top_k}"]
+        text.append("layer  entropy  of even  busiest  idlest  unused  most chosen")
+        even = np.log2(experts) if experts > 1 else 1.0
+        for layer, (counts, bits) in enumerate(zip(self.counts_LE, self.entropy(), strict=True)):
+            mean = max(1e-9, counts.mean())
+            most = ", ".join(str(expert) for expert in np.argsort(-counts, kind="stable")[:3])
+            text.append(
+                f"{layer:5}  {bits:7.3f}  {bits / even:7.1%}  {counts.max() / mean:6.2f}x  "
+                f"{counts.min() / mean:5.2f}x  {int((counts == 0).sum()):6}  {most}"
+            )
+        return text
+
+
+def expert_load(arrays: Iterable[np.ndarray], shape: RouteShape) -> ExpertLoad:
+    """Count choices over arrays (n, L, K); dense layers (all zeros, or not in moe_layers) stay empty.
+
+    Raises:
+        R3Error: no rows, rows of different models, or ids outside [0, E).
+    """
+    arrays = [rows for rows in arrays if len(rows)]
+    if not arrays:
+        raise R3Error("expected rows to inspect, got none")
+    sides = {rows.shape[1:] for rows in arrays}
+    if len(sides) != 1:
+        raise R3Error(f"expected rows of one model, got sides {sorted(sides)}")
+    layers, top_k = arrays[0].shape[1:]
+    low, high = min(int(rows.min()) for rows in arrays), max(int(rows.max()) for rows in arrays)
+    experts = shape.num_experts or high + 1
+    if low < 0 or high >= experts:
+        raise R3Error(f"expected expert ids in [0, {experts}), got {low} to {high}")
+    counts = np.zeros((layers, experts), np.int64)
+    for layer in range(layers) if shape.moe_layers is None else shape.moe_layers:
+        ids = np.concatenate([rows[:, layer].ravel() for rows in arrays])
+        if shape.moe_layers is not None or ids.any():
+            counts[layer] = np.bincount(ids, minlength=experts)
+    return ExpertLoad(counts, sum(map(len, arrays)), top_k)
+
+
+def read_rows(source: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteShape]:
+    """Read rows from a file or, for an address, from a request to the server there."""
+    if "://" in source:
+        return _from_server(source, shape)
+    path = Path(source)
+    if not path.is_file():
+        raise R3Error(f"{source}: expected a file or an address http://..., found neither")
+    if path.suffix == ".npy":
+        return [_checked(np.load(path, allow_pickle=False), source)], shape
+    if path.suffix == ".json":
+        routes = decode_answer(json.loads(path.read_text(encoding="utf-8")), shape=shape)
+        return [choice.rows for choice in routes if choice.rows is not None], shape
+    held = [held_rows(sample.get(FIELD)) for sample in load_samples(path)]
+    return [_checked(rows, source) for rows in held if rows is not None and rows.size], shape
+
+
+def _checked(rows: np.ndarray, source: str) -> np.ndarray:
+    if rows.ndim != 3 or rows.dtype.kind not in "iu":
+        raise R3Error(
+            f"{source}: expected integer rows [rows, layers, top_k], got {rows.dtype} {rows.shape}"
+        )
+    return rows
+
+
+def _from_server(url: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteShape]:
+    target = connect(url)
+    shape = shape.joined(target.shape, url)
+    tokens = target.prompt(256, 64)
+    routes = target.routes(target.generate(tokens, 64), len(tokens), shape)
+    return [] if routes.rows is None else [routes.rows], shape
+
+
+def heat_map(load: ExpertLoad, path: str | Path) -> None:
+    """Draw the load, layers down and experts across, 1 being even, into a PNG."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise R3Error(
+            f"the heat map needs matplotlib ({error}): pip install 'vllm-r3[plot]'"
+        ) from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mean = np.maximum(1e-9, load.counts_LE.mean(axis=1, keepdims=True))
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    image = axes.imshow(
+        load.counts_LE / mean, aspect="auto", cmap="viridis", interpolation="nearest"
+    )
+    axes.set(xlabel="expert", ylabel="decoder layer", title=f"expert load over {load.rows} rows")
+    figure.colorbar(image, label="times an even load")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
