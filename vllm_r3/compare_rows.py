@@ -28,22 +28,29 @@ class Compared:
     cells: int
 
 
-def _check_form(where: str, found_NLK: np.ndarray, expected_NLK: np.ndarray, num_experts: int) -> None:
+def _check_form(
+    where: str, found_NLK: np.ndarray, expected_NLK: np.ndarray, num_experts: int
+) -> None:
     if found_NLK.shape != expected_NLK.shape:
         raise RowsDiffer(f"{where}: expected rows {expected_NLK.shape}, got {found_NLK.shape}")
     dtype = np.dtype("uint8" if num_experts <= 256 else "int16")
     if found_NLK.dtype != dtype:
-        raise RowsDiffer(f"{where}: expected {dtype} for {num_experts} experts, got {found_NLK.dtype}")
+        raise RowsDiffer(
+            f"{where}: expected {dtype} for {num_experts} experts, got {found_NLK.dtype}"
+        )
 
 
-def _check_cells(where: str, found_NLK: np.ndarray, moe_layers: Sequence[int], num_experts: int) -> None:
+def _check_cells(
+    where: str, found_NLK: np.ndarray, moe_layers: Sequence[int], num_experts: int
+) -> None:
     """Dense layers are zero, MoE cells hold distinct ids in range."""
     dense = [layer for layer in range(found_NLK.shape[1]) if layer not in moe_layers]
     bad = np.argwhere(found_NLK[:, dense].any(axis=-1))
     if len(bad):
         row, layer = int(bad[0, 0]), dense[int(bad[0, 1])]
         raise RowsDiffer(
-            f"{where}: row {row}, layer {layer} is dense: expected zeros, got {found_NLK[row, layer].tolist()}"
+            f"{where}: row {row}, layer {layer} is dense: "
+            f"expected zeros, got {found_NLK[row, layer].tolist()}"
         )
     ordered = np.sort(found_NLK[:, list(moe_layers)].astype(np.int64), axis=-1)
     repeated = (np.diff(ordered, axis=-1) == 0).any(axis=-1)
@@ -53,17 +60,24 @@ def _check_cells(where: str, found_NLK: np.ndarray, moe_layers: Sequence[int], n
         row, layer = int(bad[0, 0]), moe_layers[int(bad[0, 1])]
         raise RowsDiffer(
             f"{where}: row {row}, layer {layer}: expected {found_NLK.shape[2]} different ids in "
-            f"[0, {num_experts}), got {found_NLK[row, layer].tolist()}; {len(bad)} cells are like this"
+            f"[0, {num_experts}), got {found_NLK[row, layer].tolist()}; "
+            f"{len(bad)} cells are like this"
         )
 
 
-def differing_cells(found_NLK: np.ndarray, expected_NLK: np.ndarray, moe_layers: Sequence[int]) -> np.ndarray:
+def differing_cells(
+    found_NLK: np.ndarray, expected_NLK: np.ndarray, moe_layers: Sequence[int]
+) -> np.ndarray:
     """(D, 2) pairs of row and global layer whose sets of ids differ."""
     layers = list(moe_layers)
     found = np.sort(found_NLK[:, layers].astype(np.int64), axis=-1)
     expected = np.sort(expected_NLK[:, layers].astype(np.int64), axis=-1)
     bad = np.argwhere((found != expected).any(axis=-1))
-    return np.stack([bad[:, 0], np.asarray(layers)[bad[:, 1]]], axis=1) if len(bad) else np.zeros((0, 2), dtype=int)
+    return (
+        np.stack([bad[:, 0], np.asarray(layers)[bad[:, 1]]], axis=1)
+        if len(bad)
+        else np.zeros((0, 2), dtype=int)
+    )
 
 
 def compare_rows(
@@ -93,10 +107,12 @@ def compare_rows(
     bad = differing_cells(found_NLK, expected_NLK, moe_layers)
     if len(bad):
         row, layer = (int(x) for x in bad[0])
-        margin = "" if margins_NL is None else f" (margin of the choice {margins_NL[row, layer]:.2e})"
+        margin = "" if margins_NL is None else f" (margin {margins_NL[row, layer]:.2e})"
         raise RowsDiffer(
-            f"{where}: row {row}, layer {layer}: expected experts {sorted(expected_NLK[row, layer].tolist())}, "
-            f"got {sorted(found_NLK[row, layer].tolist())}{margin}; {len(bad)} of {cells} cells differ, "
+            f"{where}: row {row}, layer {layer}: "
+            f"expected experts {sorted(expected_NLK[row, layer].tolist())}, "
+            f"got {sorted(found_NLK[row, layer].tolist())}{margin}; "
+            f"{len(bad)} of {cells} cells differ, "
             f"in {len(set(bad[:, 0].tolist()))} of {len(found_NLK)} rows"
         )
     return Compared(len(found_NLK), cells)

@@ -51,7 +51,10 @@ def write_tokenizer(directory: Path) -> None:
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise AssertionError(f"vocabulary is {tokenizer.get_vocab_size()}, not {VOCAB_SIZE}")
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=END, additional_special_tokens=[START_TURN, END_TURN]
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        additional_special_tokens=[START_TURN, END_TURN],
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)

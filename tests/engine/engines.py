@@ -113,9 +113,7 @@ def _put(variables: dict[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def engine(
-    model: Path, oracle: Oracle, compiled: bool = False, **options: Any
-) -> Iterator[Engine]:
+def engine(model: Path, oracle: Oracle, compiled: bool = False, **options: Any) -> Iterator[Engine]:
     """Start an engine on `model`, stop its workers at the end.
 
     Args:

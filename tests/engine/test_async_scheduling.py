@@ -12,11 +12,11 @@ END = 509
 
 @pytest.fixture(scope="module")
 def running(models, oracles, force_async):
-    with force_async(True):
-        with engine(models("moe"), oracles("moe"), max_num_batched_tokens=40) as running:
-            assert running.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-            assert running.llm.llm_engine.engine_core.engine_core.batch_queue is not None
-            yield running
+    started = engine(models("moe"), oracles("moe"), max_num_batched_tokens=40)
+    with force_async(True), started as running:
+        assert running.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        assert running.llm.llm_engine.engine_core.engine_core.batch_queue is not None
+        yield running
 
 
 def test_mixed_lengths_cold_and_warm(running):
@@ -37,9 +37,7 @@ def test_staggered_ends_keep_the_rows_of_those_that_go_on(running):
 
 
 def test_stop_by_end_of_text(running):
-    outputs = running.check(
-        seeded_prompts(53, [20, 25, 30]), min_tokens=5, logit_bias={END: 100.0}
-    )
+    outputs = running.check(seeded_prompts(53, [20, 25, 30]), min_tokens=5, logit_bias={END: 100.0})
     assert [o.outputs[0].finish_reason for o in outputs] == ["stop"] * 3
 
 

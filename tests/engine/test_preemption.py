@@ -12,17 +12,12 @@ BLOCKS = 24  # one of them is the null block
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def running(request, models, oracles, force_async):
-    with force_async(request.param):
-        with engine(
-            models("moe"),
-            oracles("moe"),
-            num_gpu_blocks_override=BLOCKS,
-            max_model_len=256,
-            max_num_batched_tokens=64,
-        ) as running:
-            config = running.llm.llm_engine.vllm_config.scheduler_config
-            assert config.async_scheduling == request.param
-            yield running
+    small = dict(num_gpu_blocks_override=BLOCKS, max_model_len=256, max_num_batched_tokens=64)
+    started = engine(models("moe"), oracles("moe"), **small)
+    with force_async(request.param), started as running:
+        config = running.llm.llm_engine.vllm_config.scheduler_config
+        assert config.async_scheduling == request.param
+        yield running
 
 
 @pytest.fixture

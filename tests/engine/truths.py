@@ -34,12 +34,19 @@ def check_greedy(truth: Truth, tokens: list[int], prompt_len: int, where: str) -
     for i in range(prompt_len, len(tokens)):
         logits = truth.logits[i - 1]
         behind = float(logits.max() - logits[tokens[i]])
-        assert behind < LOGPROB_TOLERANCE, f"{where}: token {i} is {tokens[i]}, {behind:.2e} behind {logits.argmax()}"
+        assert behind < LOGPROB_TOLERANCE, (
+            f"{where}: token {i} is {tokens[i]}, {behind:.2e} behind {logits.argmax()}"
+        )
 
 
 def check_completion(
-    oracle: Oracle, prompt: list[int], output: Any, prompt_rows: np.ndarray | None, start: int = 0,
-    greedy: bool = True, where: str = "request",
+    oracle: Oracle,
+    prompt: list[int],
+    output: Any,
+    prompt_rows: np.ndarray | None,
+    start: int = 0,
+    greedy: bool = True,
+    where: str = "request",
 ) -> Compared:
     """Compare one offline completion's rows (prompt and generated) with the oracle."""
     generated = list(output.token_ids)
@@ -53,12 +60,24 @@ def check_completion(
 
 
 def check_rows(
-    oracle: Oracle, truth: Truth, prompt_len: int, prompt_rows: np.ndarray, rows: np.ndarray,
-    start: int = 0, where: str = "request",
+    oracle: Oracle,
+    truth: Truth,
+    prompt_len: int,
+    prompt_rows: np.ndarray,
+    rows: np.ndarray,
+    start: int = 0,
+    where: str = "request",
 ) -> Compared:
     """Compare split rows with the truth about the whole sequence."""
     done = [
-        compare_rows(part, truth.rows[a:b], oracle.moe_layers, num_experts(oracle), f"{where} {name}", truth.margins[a:b])
+        compare_rows(
+            part,
+            truth.rows[a:b],
+            oracle.moe_layers,
+            num_experts(oracle),
+            f"{where} {name}",
+            truth.margins[a:b],
+        )
         for name, part, a, b in (
             ("prompt", prompt_rows, start, prompt_len),
             ("generated", rows, prompt_len, len(truth.rows)),
@@ -84,15 +103,22 @@ def probe(model_dir: str, **engine: Any) -> None:
 
     flag = not os.environ.get("NO_FLAG")
     llm = LLM(
-        model_dir, dtype="float32", enforce_eager=True, max_model_len=512, block_size=16, seed=0,
-        enable_return_routed_experts=flag, **engine,
+        model_dir,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        block_size=16,
+        seed=0,
+        enable_return_routed_experts=flag,
+        **engine,
     )
     oracle = Oracle(model_dir)
     base = prompts_for(np.random.default_rng(1), [5, 15, 16, 17, 31, 32, 33, 100])
     shared = [base[7][:50] + p for p in prompts_for(np.random.default_rng(2), [10, 40])]
     for name, prompts in (("cold", base), ("again", base), ("shared", shared)):
         outs = llm.generate(
-            [{"prompt_token_ids": p} for p in prompts], SamplingParams(temperature=0, max_tokens=24, logprobs=1)
+            [{"prompt_token_ids": p} for p in prompts],
+            SamplingParams(temperature=0, max_tokens=24, logprobs=1),
         )
         for p, out in zip(prompts, outs, strict=True):
             where = f"{name} P={len(p)} cached={out.num_cached_tokens}"
@@ -103,7 +129,11 @@ def probe(model_dir: str, **engine: Any) -> None:
                     print("tokens agree", where)
                     continue
                 done = check_completion(
-                    oracle, p, out.outputs[0], getattr(out, "prompt_routed_experts", None), where=where
+                    oracle,
+                    p,
+                    out.outputs[0],
+                    getattr(out, "prompt_routed_experts", None),
+                    where=where,
                 )
                 print("ok   ", where, done)
             except Exception as error:
@@ -111,4 +141,4 @@ def probe(model_dir: str, **engine: Any) -> None:
 
 
 if __name__ == "__main__":
-    probe(sys.argv[1], **eval("dict(%s)" % ",".join(sys.argv[2:])))
+    probe(sys.argv[1], **dict(pair.split("=", 1) for pair in sys.argv[2:]))

@@ -84,7 +84,7 @@ def test_message_names_the_first_cell_both_sets_and_the_extent(truth):
     margins = np.full((N, L), 0.25, dtype=np.float32)
     message = (
         "answer: row 3, layer 2: expected experts [1, 3, 13, 15], got [0, 1, 2, 3] "
-        "(margin of the choice 2.50e-01); 2 of 18 cells differ, in 2 of 6 rows"
+        "(margin 2.50e-01); 2 of 18 cells differ, in 2 of 6 rows"
     )
     with pytest.raises(RowsDiffer, match=f"^{re.escape(message)}$"):
         compare_rows(wrong, truth, MOE, E, "answer", margins)

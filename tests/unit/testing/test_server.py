@@ -119,15 +119,15 @@ def test_server_that_ignores_sigterm_is_killed(make, monkeypatch):
 
 
 def test_server_that_dies_during_a_request_is_an_error_with_its_status(make):
-    with make() as server:
-        with pytest.raises(R3Error, match="^vllm serve exited with status 7 during POST /x; "):
-            server.ask("/x", {})
+    message = "^vllm serve exited with status 7 during POST /x; "
+    with make() as server, pytest.raises(R3Error, match=message):
+        server.ask("/x", {})
 
 
 def test_status_other_than_200_is_an_error_with_the_body(make):
-    with make() as server:
-        with pytest.raises(R3Error, match=r'^GET /y: expected 200, got 404: {"answer": 42}$'):
-            server.ask("/y")
+    message = '^GET /y: expected 200, got 404: {"answer": 42}$'
+    with make() as server, pytest.raises(R3Error, match=message):
+        server.ask("/y")
 
 
 def test_missing_vllm_is_named(tmp_path):
