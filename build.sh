@@ -2,6 +2,7 @@
 # Build, run and test vllm-r3. Results go to stdout, progress to stderr.
 # Everything that is built lies in .build/; a build that was cut off is finished by the next run.
 set -euo pipefail
+unset PYTHONPATH PYTHONHOME # another project's modules have no place in a locked environment
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 BUILD=$ROOT/.build
@@ -33,14 +34,21 @@ die() { say "build.sh: $1"; exit "${2:-1}"; }
 
 # step NAME WHAT COMMAND...: run one step with its output in a log, which is shown if it fails.
 step() {
-  local name=$1 what=$2 begin=$SECONDS log
+  local name=$1 what=$2 begin=$SECONDS log status
   shift 2
   STEP=$((STEP + 1))
   log=$BUILD/logs/$name.log
   mkdir -p "$BUILD/logs"
   printf '[%d/%d] %s … ' "$STEP" "$STEPS" "$what" >&2
-  # a child shell, so that set -e holds inside the step's function
-  if ( set -e; "$@" ) >"$log" 2>&1; then
+  # not "if (...)": bash ignores set -e in all that a condition runs
+  set +e
+  (
+    set -e
+    "$@"
+  ) >"$log" 2>&1
+  status=$?
+  set -e
+  if ((status == 0)); then
     say "($((SECONDS - begin)) s)"
   else
     say "failed after $((SECONDS - begin)) s; the end of $log:"
@@ -69,8 +77,9 @@ find_python() {
       return
     fi
   done
-  die "expected Python 3.10 to 3.13, found ${PYTHON:-python3} ($("${PYTHON:-python3}" -V 2>&1 \
-    || echo 'none')); install one and set PYTHON=/path/to/it"
+  name=${PYTHON:-python3}
+  die "expected Python 3.10 to 3.13, found $name: $("$name" -V 2>/dev/null || echo none); \
+install one and set PYTHON=/path/to/it"
 }
 
 check_host() {
@@ -111,7 +120,7 @@ make_tool() {
 
 tool_step() {
   local want
-  want=$({ cat "$PIN/locks/tool.txt"; "$PY" -VV; echo "$PY"; } | key)
+  want=$({ cat "$PIN/locks/tool.txt"; "$PY" -VV; echo "$PY $TOOL"; } | key)
   stamped "$TOOL/.key" "$want" && [[ -x $TOOL/bin/uv ]] && set -- true || set -- make_tool "$want"
   step tool "the tools (uv and the patch reader)" "$@"
 }
@@ -139,7 +148,7 @@ uv() {
 # so what an interrupted run left is thrown away; a folder that is not ours is refused.
 deps_step() {
   local lock=$PIN/locks/$2.txt want
-  want=$({ cat "$lock"; "$PY" -VV; echo "$PY $2"; } | key)
+  want=$({ cat "$lock"; "$PY" -VV; echo "$PY $1 $2"; } | key)
   if stamped "$1/.vllm-r3/deps" "$want"; then
     step deps "the locked dependencies in $1" true
     return
@@ -271,8 +280,12 @@ cmd_test() {
   step lint "ruff check" "$bin/ruff" check vllm_r3 tests
   step format "ruff format --check" "$bin/ruff" format --check vllm_r3 tests
   step verify "vllm-r3 series verify" "$bin/vllm-r3" series verify --python "$bin/python"
+  cat "$BUILD/logs/verify.log" >&2
   unlock_build
-  (($#)) || set -- tests/unit tests/engine
+  if (($# == 0)); then
+    set -- tests/unit
+    [[ ! -d tests/engine ]] || set -- "$@" tests/engine
+  fi
   say "environment ready after $((SECONDS - START)) s; the tests:"
   exec "$bin/python" -m pytest "$@"
 }

@@ -95,8 +95,9 @@ def _check_patch(patch: Patch, pin: Pin) -> Iterator[Finding]:
         yield Finding("misnamed", patch.name, f"its subject gives {slug(patch.subject)}")
     if not patch.changes:
         yield Finding("empty", patch.name)
+    specific = pin.target_specific
     for change in patch.changes:
-        if change.path in pin.target_specific:
+        if any(change.path == p or p.endswith("/") and change.path.startswith(p) for p in specific):
             yield Finding("one target", patch.name, f"{change.path} differs between the wheels")
     if CUTS_MESSAGE.search(patch.body):
         yield Finding("cut", patch.name, "git am would end the message at a line of it")

@@ -58,7 +58,9 @@ class Lab:
     def write_pin(self, revision: int = 1) -> None:
         """Write pin.toml with the hashes that the wheels have."""
         text = f'vllm = "v0.21.0"\ncommit = "abc"\npython = ">=3.10"\nrevision = {revision}\n'
-        text += 'target_specific = ["vllm/_version.py", "vllm/platforms/__init__.py"]\n'
+        text += (
+            'target_specific = ["vllm/_version.py", "vllm/platforms/__init__.py", "vllm/third/"]\n'
+        )
         for target, path in self.wheels.items():
             text += f'[wheel.{target}]\ndistribution = "vllm"\nversion = "0.21.0"\n'
             text += f'file = "{path.name}"\nlock = "locks/{target}.txt"\n'

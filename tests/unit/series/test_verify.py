@@ -102,9 +102,10 @@ def test_message_without_what_it_must_say_is_found(lab: Lab, body: str, phrase: 
     assert phrases(lab) == {(phrase, "third.patch")}
 
 
-def test_patch_of_a_file_that_differs_between_the_wheels_is_found(lab: Lab) -> None:
+@pytest.mark.parametrize("path", ["vllm/platforms/__init__.py", "vllm/third/new.py"])
+def test_patch_of_a_file_that_differs_between_the_wheels_is_found(lab: Lab, path: str) -> None:
     tree = lab.import_tree()
-    lab.commit(tree, "Third", {"vllm/platforms/__init__.py": b"x = 3\n"})
+    lab.commit(tree, "Third", {path: b"x = 3\n"})
     lab.export(tree)
     assert phrases(lab) == {("one target", "third.patch")}
 

@@ -1,0 +1,142 @@
+"""The command line: what it prints, where, and how it exits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab import Lab, snapshot
+
+from vllm_r3.cli import build_parser, main
+
+VERBS = ["import", "fetch", "export", "apply", "revert", "status", "verify", "rebase"]
+
+
+def run(lab: Lab, *args: str | Path) -> int:
+    return main(["series", str(args[0]), "--patches", str(lab.folder), *map(str, args[1:])])
+
+
+def test_verbs_of_series_are_these(capsys: pytest.CaptureFixture[str]) -> None:
+    """Adding or renaming a verb is a decision: README.md and docker/ use them."""
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["series", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    verbs = [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
+    assert verbs == VERBS
+
+
+def test_import_prints_the_tree_alone(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = patched_lab.root / "tree"
+    assert run(patched_lab, "import", tree) == 0
+    assert capsys.readouterr().out == f"{tree}\n"
+    assert run(patched_lab, "export", tree, "--check") == 0
+
+
+def test_export_check_exits_1_and_lists_what_differs(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = patched_lab.import_tree()
+    patched_lab.commit(tree, "Third", {"vllm/third.py": b"3\n"})
+    before = snapshot(patched_lab.folder)
+    assert run(patched_lab, "export", tree, "--check") == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "differs   third.patch",
+        "differs   series",
+        "differs   hashes.toml",
+    ]
+    assert snapshot(patched_lab.folder) == before
+    assert run(patched_lab, "export", tree) == 0
+    assert run(patched_lab, "export", tree, "--check") == 0
+
+
+def test_life_of_an_installation(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    venv = patched_lab.root / "venv"
+    lib = venv / "lib" / "python3.11"
+    lib.mkdir(parents=True)
+    patched_lab.site().rename(lib / "site-packages")
+    series = patched_lab.series().hash[:12]
+    expected = [
+        ("status", 0, "stock, vLLM 0.21.0"),
+        ("apply", 0, f"vLLM 0.21.0+r3.1.cpu, 2 patches, series {series}: 15 files changed"),
+        ("apply", 0, f"vLLM 0.21.0+r3.1.cpu, 2 patches, series {series}: it was so already"),
+        ("status", 0, f"patched with series {series} (2 patches), vLLM 0.21.0+r3.1.cpu"),
+        ("revert", 0, "vLLM 0.21.0: 15 files restored"),
+        ("revert", 0, "vLLM 0.21.0: no series was applied"),
+        ("status", 0, "stock, vLLM 0.21.0"),
+    ]
+    for verb, code, text in expected:
+        assert run(patched_lab, verb, "--venv", venv) == code
+        assert capsys.readouterr().out == f"{text}\n"
+
+
+def test_modified_installation_exits_1_naming_the_file(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = patched_lab.site()
+    (site / "vllm/engine.py").write_text("")
+    assert run(patched_lab, "status", "--site-packages", site) == 1
+    assert capsys.readouterr().out == "modified, vLLM 0.21.0\n  vllm/engine.py\n"
+
+
+def test_verify_says_that_imports_were_not_checked(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(patched_lab, "verify") == 0
+    assert capsys.readouterr().out == (
+        "verify: 2 patches, 5 files, base v0.21.0 (abc)\n"
+        "  not run     import of every prefix: needs an interpreter with vLLM's dependencies; "
+        "run ./build.sh venv, or pass --python\n"
+        "0 problems\n"
+    )
+
+
+def test_verify_counts_and_exits_1(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    (patched_lab.folder / "old_fix.patch").write_text("")
+    assert run(patched_lab, "verify") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[1], lines[-1]) == ("  unlisted    old_fix.patch", "1 problem")
+
+
+def test_verify_with_an_interpreter_that_cannot_import_is_refused(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(patched_lab, "verify", "--python", "/bin/false") == 1
+    message = "--python /bin/false: expected an interpreter with torch, found none"
+    assert capsys.readouterr().err == f"vllm-r3: {message}\n"
+
+
+@pytest.mark.parametrize("edit", ["", "# moved\n"])
+def test_rebase_reports_and_exits_1_on_a_conflict_alone(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str], edit: str
+) -> None:
+    wheel = patched_lab.wheels["cuda"]
+    assert run(patched_lab, "rebase", "--onto", wheel) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "2 clean, 0 offset, 0 conflict"
+
+
+def test_errors_for_users_have_no_traceback(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(patched_lab, "apply", "--site-packages", patched_lab.root) == 1
+    root = patched_lab.root
+    message = f"{root}: expected an installed vLLM, found no vllm/__init__.py there"
+    assert capsys.readouterr() == ("", f"vllm-r3: {message}\n")
+
+
+@pytest.mark.parametrize("args", [[], ["series"], ["series", "apply"], ["wheel", "--target", "x"]])
+def test_wrong_usage_exits_2(args: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(args)
+    assert caught.value.code == 2
+
+
+def test_wheel_prints_its_path_alone_and_reports(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = patched_lab.root / "report.json"
+    dest = patched_lab.root / "dist"
+    args = ["--patches", patched_lab.folder, "--dest", dest, "--report", report]
+    assert main(["wheel", *map(str, args)]) == 0
+    path = dest / "vllm-0.21.0+r3.1.cpu-cp38-abi3-manylinux_2_28_x86_64.whl"
+    assert capsys.readouterr().out == f"{path}\n"
+    assert f'"size": {path.stat().st_size}' in report.read_text()
