@@ -63,7 +63,7 @@ def test_one_generated_token(running):
 
 
 def test_several_choices(running):
-    running.check(seeded_prompts(57, [45, 50]), n=3, temperature=1.0, seed=3)
+    running.check(seeded_prompts(57, [45, 50]), n=3, temperature=1.0)
 
 
 def test_nothing_is_left_behind(running):

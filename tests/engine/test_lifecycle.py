@@ -152,14 +152,14 @@ def test_limit_of_the_model_length(running):
 
 
 def test_several_choices_share_the_prompt_and_differ_after_it(running, fresh):
-    (output,) = running.check(seeded_prompts(26, [45]), n=4, temperature=1.0, seed=3)
+    (output,) = running.check(seeded_prompts(26, [45]), n=4, temperature=1.0)
     assert [c.index for c in output.outputs] == [0, 1, 2, 3]
     assert len({tuple(c.token_ids) for c in output.outputs}) == 4
 
 
 def test_several_choices_of_different_lengths(running, fresh):
     (output,) = running.check(
-        seeded_prompts(27, [45]), n=4, temperature=1.5, seed=3, max_tokens=40, stop=["e"]
+        seeded_prompts(27, [45]), n=4, temperature=1.5, max_tokens=40, stop=["e"]
     )
     assert len({len(c.token_ids) for c in output.outputs}) > 1
 
