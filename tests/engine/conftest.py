@@ -54,6 +54,9 @@ def force_async() -> Callable[[bool], AbstractContextManager[None]]:
         def check_and_update_config(cls: type, vllm_config: object) -> None:
             stock.__func__(cls, vllm_config)
             vllm_config.scheduler_config.async_scheduling = on  # type: ignore[attr-defined]
+            if on:
+                worker = "async_worker.AsyncCPUWorker"
+                vllm_config.parallel_config.worker_cls = worker  # type: ignore[attr-defined]
 
         CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
         try:

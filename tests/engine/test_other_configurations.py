@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from engines import engine, seeded_prompts
+from engines import engine, environment, seeded_prompts
 
 LENGTHS = [3, 15, 16, 17, 33, 90]
 
 
 def test_rows_with_two_tensor_parallel_ranks_equal_the_oracle(models, oracles):
-    with engine(models("moe"), oracles("moe"), tensor_parallel_size=2) as running:
+    # by default two ranks want two NUMA nodes
+    two_ranks = engine(models("moe"), oracles("moe"), tensor_parallel_size=2)
+    with environment(VLLM_CPU_OMP_THREADS_BIND="0|1"), two_ranks as running:
         prompts = seeded_prompts(71, LENGTHS)
         running.check(prompts)
         running.check(prompts)
