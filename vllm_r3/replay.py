@@ -24,6 +24,7 @@ from vllm_r3.routes import RouteShape
 
 # two float32 implementations differ by about this in log p; below it the mismatch is noise
 NOISE = 1e-4
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -155,17 +156,15 @@ def replay(
 
 def load_model(model_dir: str, dtype: str) -> tuple[Any, str]:
     """Load a causal language model for scoring and say its dtype."""
+    if dtype not in DTYPES:
+        raise R3Error(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     try:
-        import torch
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise R3Error(
             f"replay needs torch and transformers ({error}): pip install 'vllm-r3[replay]'"
         ) from None
-    wanted = "auto" if dtype == "auto" else getattr(torch, dtype, None)
-    if wanted is None:
-        raise R3Error(f"dtype must be auto, float32, bfloat16 or float16, got {dtype}")
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
     return model, str(model.dtype).removeprefix("torch.")
 
 

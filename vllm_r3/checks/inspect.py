@@ -124,6 +124,8 @@ def heat_map(load: ExpertLoad, path: str | Path) -> None:
         load.counts_LE / mean, aspect="auto", cmap="viridis", interpolation="nearest"
     )
     axes.set(xlabel="expert", ylabel="decoder layer", title=f"expert load over {load.rows} rows")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, label="times an even load")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -61,7 +61,9 @@ class ServerReport:
             text += [f"{'':14}{line}" for line in result.problem.splitlines()]
         if self.names("FAILED"):
             text += ["missing from the contract:", *(f"  {name}" for name in self.names("FAILED"))]
-        sums = [f"{len(self.names(outcome))} {outcome}" for outcome in ("ok", "FAILED", "not checked")]
+        sums = [
+            f"{len(self.names(outcome))} {outcome}" for outcome in ("ok", "FAILED", "not checked")
+        ]
         text.append(f"{len(self.results)} checks: {', '.join(sums)}")
         return text
 

@@ -1,0 +1,260 @@
+"""`verify rollout` judges each sample of a debug file, and never runs what is in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from forms_made_here import rows_of
+
+from vllm_r3.checks import torchfile
+from vllm_r3.checks.rollout import RolloutReport, judge, verify_rollout
+from vllm_r3.checks.values import find_problems, spans
+from vllm_r3.errors import R3Error
+from vllm_r3.routes import RouteShape
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[replay]'")
+
+SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=16)
+GOOD = rows_of(8).astype(np.int32)
+
+
+def refused(message: str):
+    return pytest.raises(R3Error, match=f"^{re.escape(message)}$")
+
+
+def sample_of(rows: Any, tokens: int = 9, **more: Any) -> dict[str, Any]:
+    return {
+        "index": 5,
+        "tokens": list(range(tokens)),
+        "response_length": 4,
+        "status": "completed",
+        "rollout_routed_experts": rows,
+        "metadata": {},
+        **more,
+    }
+
+
+def saved(path: Path, *samples: dict[str, Any]) -> Path:
+    torch.save({"rollout_id": 3, "samples": list(samples)}, path)
+    return path
+
+
+def report_of(path: Path, *samples: dict[str, Any], **more: Any) -> RolloutReport:
+    return verify_rollout(saved(path / "r.pt", *samples), SHAPE, **more)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.int64])
+@pytest.mark.parametrize("kind", ["array", "tensor", "chunks", "lists"])
+def test_good_rows_pass_in_every_form_that_frameworks_save(
+    tmp_path: Path, kind: str, dtype: type
+) -> None:
+    rows = GOOD.astype(dtype)
+    value = {
+        "array": rows,
+        "tensor": torch.from_numpy(rows),
+        "chunks": [torch.from_numpy(rows[:3]), torch.from_numpy(rows[3:])],
+        "lists": rows.tolist(),
+    }[kind]
+    report = report_of(tmp_path, sample_of(value))
+    assert report.passed
+    assert report.lines() == [f"{tmp_path / 'r.pt'}: 1 samples, 1 with routing", "  1 ok"]
+
+
+def with_value(row: int, layer: int, value: list[int]) -> np.ndarray:
+    rows = GOOD.copy()
+    rows[row, layer] = value
+    return rows
+
+
+BROKEN = [
+    (None, "missing", "rollout_routed_experts is None"),
+    ([], "missing", "rollout_routed_experts is []"),
+    (GOOD[0], "wrong rank", "expected (8, 3, 2) for 9 tokens, got (3, 2)"),
+    (GOOD.reshape(-1), "wrong rank", "expected (8, 3, 2) for 9 tokens, got (48,)"),
+    ([[1], [1, 2]], "wrong rank", "expected (8, 3, 2) for 9 tokens, got (0,)"),
+    (GOOD.astype(np.float32), "wrong dtype", "expected integers, got float32"),
+    (GOOD[:7], "wrong rows", "expected (8, 3, 2) for 9 tokens, got (7, 3, 2)"),
+    (rows_of(9), "wrong rows", "expected (8, 3, 2) for 9 tokens, got (9, 3, 2)"),
+    (GOOD[:, :2], "wrong layers", "expected (8, 3, 2) for 9 tokens, got (8, 2, 2)"),
+    (GOOD[:, :, :1], "wrong top-k", "expected (8, 3, 2) for 9 tokens, got (8, 3, 1)"),
+    (
+        GOOD * np.array([[[1], [0], [1]]]),
+        "zero MoE layer",
+        "zero MoE layer: layers 1 of 3 are all zeros; if these are dense, give --moe-layers",
+    ),
+    (
+        GOOD * np.array([0, 0, 1, 1, 0, 1, 1, 1])[:, None, None],
+        "zero rows",
+        "zero rows: 3 of 8 rows hold zeros: 0-1, 4",
+    ),
+    (
+        with_value(6, 2, [7, 7]),
+        "duplicate ids",
+        "duplicate ids: 1 cells name an expert twice, the first at row 6, layer 2: [7, 7]",
+    ),
+    (
+        with_value(6, 2, [7, 16]),
+        "out of range",
+        "out of range: 1 ids outside [0, 16), the first 16 at row 6, layer 2",
+    ),
+    (
+        with_value(0, 0, [-1, -1]),
+        "out of range",
+        "out of range: 2 ids outside [0, 16), the first -1 at row 0, layer 0",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "detail"), BROKEN, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_each_fault_gets_its_own_verdict(tmp_path: Path, rows: Any, kind: str, detail: str) -> None:
+    report = report_of(tmp_path, sample_of(rows), sample_of(GOOD, index=6))
+    assert not report.passed
+    assert [verdict.kind for verdict in report.verdicts] == [kind, "ok"]
+    assert report.verdicts[0].sample == "sample 5"
+    assert report.verdicts[0].details[0] == detail
+    assert report.lines()[:2] == [f"sample 5: {kind}", f"  {detail}"]
+
+
+def test_the_last_valid_id_is_in_range_and_the_next_is_not() -> None:
+    assert judge(sample_of(with_value(0, 0, [0, 15])), SHAPE).kind == "ok"
+    assert judge(sample_of(with_value(0, 0, [0, 16])), SHAPE).kind == "out of range"
+
+
+def test_all_faults_of_a_sample_are_listed() -> None:
+    rows = with_value(6, 2, [7, 7])
+    rows[1, 0, 0] = 99
+    rows[3] = 0
+    assert len(judge(sample_of(rows), SHAPE).details) == 3
+
+
+def test_dense_layers_may_be_zero_only_where_they_are_named() -> None:
+    rows = GOOD * np.array([[[0], [1], [1]]])
+    assert judge(sample_of(rows), SHAPE).kind == "zero MoE layer"
+    named = RouteShape(3, 2, 16, moe_layers=(1, 2))
+    assert judge(sample_of(rows), named).kind == "ok"
+    verdict = judge(sample_of(GOOD), named)
+    assert verdict.details == (
+        "dense layer not zero: layers 0 are not among the MoE layers, but hold ids",
+    )
+
+
+@pytest.mark.parametrize(("rows", "found"), [(15, []), (16, ["zero MoE layer"])])
+def test_with_one_expert_a_token_a_few_zeros_are_a_choice(rows: int, found: list[str]) -> None:
+    zeros = np.zeros((rows, 1, 1), np.uint8)
+    assert [problem.kind for problem in find_problems(zeros, RouteShape())] == found
+
+
+@pytest.mark.parametrize(("minimum", "passes"), [(None, False), (0, True), (1, True), (2, False)])
+def test_the_minimum_says_how_many_samples_must_hold_rows(
+    tmp_path: Path, minimum: int | None, passes: bool
+) -> None:
+    report = report_of(tmp_path, sample_of(GOOD), sample_of(None), min_with_routing=minimum)
+    assert report.passed is passes
+    if minimum == 2:
+        assert report.lines()[-1] == "expected at least 2 samples with routing, got 1"
+
+
+def test_an_aborted_sample_needs_no_rows_but_a_file_of_nothing_else_fails(tmp_path: Path) -> None:
+    aborted = sample_of(None, status="aborted")
+    assert report_of(tmp_path, sample_of(GOOD), aborted).passed
+    assert not report_of(tmp_path, aborted).passed
+
+
+def test_a_minimum_does_not_excuse_broken_rows(tmp_path: Path) -> None:
+    assert not report_of(tmp_path, sample_of(GOOD), sample_of(GOOD[:7]), min_with_routing=1).passed
+
+
+def test_a_sample_of_one_token_has_no_rows_to_be_wrong() -> None:
+    assert judge(sample_of(np.zeros((0, 3, 2), np.int32), tokens=1), SHAPE).kind == "ok"
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"rollout_id": 1}, "a dict of ['rollout_id']"),
+        ({"samples": [1]}, "a dict of ['samples']"),
+        (torch.zeros(2), "Tensor"),
+    ],
+)
+def test_another_layout_is_refused(tmp_path: Path, content: Any, found: str) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(content, path)
+    with refused(f"{path}: expected {{'rollout_id': ..., 'samples': [...]}}, got {found}"):
+        verify_rollout(path, SHAPE)
+
+
+def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt")
+    with refused(f"{path}: expected samples, got an empty list"):
+        verify_rollout(path, SHAPE)
+
+
+class Hostile:
+    """Runs a command where a pickle is loaded carelessly."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["HOSTILE_MARK"],)
+
+
+def test_code_in_a_file_is_refused_by_name_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "ran"
+    monkeypatch.setenv("HOSTILE_MARK", str(mark))
+    path = saved(tmp_path / "x.pt", sample_of(GOOD, metadata={"x": Hostile()}))
+    with pytest.raises(
+        R3Error,
+        match=r"^.*x\.pt: expected plain data, tensors and numpy arrays, got posix.mkdir, which is not loaded$",
+    ):
+        verify_rollout(path, SHAPE)
+    assert not mark.exists()
+
+
+def test_object_arrays_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", sample_of(np.array([Path("x")], dtype=object)))
+    with pytest.raises(
+        R3Error,
+        match=r"^.*x\.pt: expected plain data, tensors and numpy arrays, got numpy\.dtypes\.ObjectDType, which is not loaded$",
+    ):
+        verify_rollout(path, SHAPE)
+
+
+def test_numpy_scalars_and_arrays_of_numbers_are_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    content = {
+        "a": np.float64(0.5),
+        "b": np.int64(3),
+        "c": np.arange(3, dtype=np.float32),
+        "d": np.array([True]),
+    }
+    torch.save(content, path)
+    loaded = torchfile.load(path)
+    assert loaded["a"] == 0.5 and loaded["b"] == 3 and loaded["d"].dtype == bool
+    np.testing.assert_array_equal(loaded["c"], content["c"])
+
+
+def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
+    with refused(f"{tmp_path / 'no.pt'}: expected a torch file, found none"):
+        torchfile.load(tmp_path / "no.pt")
+    (tmp_path / "x.pt").write_text("hello")
+    with pytest.raises(R3Error, match=r"^.*x\.pt: expected "):
+        torchfile.load(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([3], "3"),
+        ([0, 1, 2, 7], "0-2, 7"),
+        (list(range(0, 20, 2)), "0, 2, 4, 6, 8, 10, ..."),
+    ],
+)
+def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
+    assert spans(numbers) == text
