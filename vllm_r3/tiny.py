@@ -34,7 +34,8 @@ _BASE: dict[str, Any] = dict(
     pad_token_id=EOS_ID,
 )
 _TOP4 = dict(num_experts=16, num_experts_per_tok=4)
-_QWEN3 = dict(**_TOP4, num_hidden_layers=4, moe_intermediate_size=32, norm_topk_prob=True)
+# 64: two tensor-parallel ranks of the CPU kernel need 32 each
+_QWEN3 = dict(**_TOP4, num_hidden_layers=4, moe_intermediate_size=64, norm_topk_prob=True)
 _YARN = dict(
     rope_type="yarn",
     rope_theta=10000.0,

@@ -122,8 +122,9 @@ def engine(model: Path, oracle: Oracle, compiled: bool = False, **options: Any) 
     """
     dynamo = None if compiled else "1"
     with environment(**CPU_ENV, TORCHDYNAMO_DISABLE=dynamo):
-        from vllm import LLM
+        from vllm import LLM, envs
 
+        envs.disable_envs_cache()  # an earlier engine in this process has filled it
         llm = LLM(str(model), **(DEFAULTS | {"enforce_eager": not compiled} | options))
         try:
             yield Engine(llm, oracle)
