@@ -1,11 +1,11 @@
 """Force recorded expert ids into the routers of a Hugging Face mixture-of-experts model.
 
-In transformers 5 every MoE block calls its experts with (hidden, ids, weights), whatever router stands
-before them. That call is where the recorded ids go in; their weights are computed again from the
-router's full scores. How a family makes weights out of scores is not looked up but found out: on the
-first pass the model's own ids and weights are at hand, and the one rule that reproduces them is taken.
-A family that no rule reproduces is refused. A correction bias steers only the choice, so it never
-enters the weights. T tokens, E experts, K top-k. Needs torch, imported when called.
+In transformers 5 every MoE block calls its experts with (hidden, ids, weights), whatever router
+stands before them. That call is where the recorded ids go in; their weights are computed again from
+the router's full scores. How a family makes weights out of scores is not looked up but found out:
+on the first pass the model's own ids and weights are at hand, and the one rule that reproduces them
+is taken. A family that no rule reproduces is refused. A correction bias steers only the choice, so
+it never enters the weights. T tokens, E experts, K top-k. Needs torch, imported when called.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _hook(site: Site, ids: torch.Tensor) -> Any:
         flat = hidden.reshape(-1, hidden.shape[-1])
         if own_ids.shape != ids.shape:
             raise R3Error(
-                f"layer {site.layer}: expected rows {tuple(own_ids.shape)} for this pass, got {tuple(ids.shape)}"
+                f"layer {site.layer}: expected rows {tuple(own_ids.shape)} for this pass, got "
+                f"{tuple(ids.shape)}"
             )
         if site.rule is None:
             site.rule = _find_rule(site, flat, own_ids, own_weights)

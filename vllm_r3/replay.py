@@ -1,9 +1,9 @@
-"""The proof that rows are the right ones: replay them in another implementation and watch the mismatch.
+"""The proof that rows are the right ones: replay them elsewhere and watch the mismatch.
 
-The server samples text and says log p of each token. Hugging Face transformers computes the same log p
-twice, with its own routing and with the server's rows forced into its routers. In low precision the free
-routing parts from the server's at near ties; the replayed one cannot, so its mismatch is smaller. In
-float32 both are near zero. Rows of another token or layer make it larger.
+The server samples text and says log p of each token. Hugging Face transformers computes the same
+log p twice, with its own routing and with the server's rows forced into its routers. In low
+precision the free routing parts from the server's at near ties; the replayed one cannot, so its
+mismatch is smaller. In float32 both are near zero. Rows of another token or layer make it larger.
 
 P prompt tokens, G generated, S = P + G. Needs torch and transformers, imported when called.
 """
@@ -86,8 +86,10 @@ class ReplayReport:
     def lines(self) -> list[str]:
         """The report as text."""
         text = [
-            f"{self.model} in {self.dtype}, {self.texts} texts of up to {self.free.delta_NG.shape[1]} tokens",
-            f"rows where free routing differs from the server's: {self.rows_differing:.3%} of (token, layer)",
+            f"{self.model} in {self.dtype}, {self.texts} texts of up to "
+            f"{self.free.delta_NG.shape[1]} tokens",
+            f"rows where free routing differs from the server's: {self.rows_differing:.3%} of "
+            "(token, layer)",
             "                 mean KL   max |d log p|   mean |d log p|",
         ]
         for name, found in (("own routing", self.free), ("replayed", self.replayed)):

@@ -1,9 +1,11 @@
 """How long a long answer takes from the JSON's base64 string to the trainer's array.
 
-    python tests/benchmarks/decode.py [--tokens 32768] [--layers 48] [--top-k 8] [--experts 128] [--out FILE]
+    python tests/benchmarks/decode.py [--tokens 32768] [--layers 48] [--top-k 8] [--experts 128]
+    [--out FILE]
 
 Measures `decode_choice` on split and full answers with pybase64 and with numpy alone, the median
-of many runs after a warm-up, and the bytes that one call allocates at its peak. Prints one JSON object.
+of many runs after a warm-up, and the bytes that one call allocates at its peak. Prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ def measure(rows: np.ndarray, experts: int, runs: int) -> list[dict[str, Any]]:
         blob.pybase64 = fast if decoder == "pybase64" else None
         for layout, answer in answers(rows, prompt).items():
 
-            def call() -> np.ndarray:
+            def call(answer: dict[str, Any] = answer) -> np.ndarray:
                 return decode_choice(answer, num_prompt=prompt).rows
 
             assert np.array_equal(call(), rows)

@@ -1,4 +1,4 @@
-"""Lay rows out as a Megatron rank sees its tokens: padded, cut for context parallelism, then for sequence.
+"""Lay rows out as a Megatron rank sees its tokens: padded, then cut for parallelism.
 
     sample        rows of tokens [0, S - 1), then one made row for the last token, which has none
     context       2 x cp chunks of a sample, rank r takes chunk r and chunk 2 x cp - 1 - r
@@ -90,7 +90,7 @@ def batch_rows(
     slicing: Slicing = WHOLE,
     offsets: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Lay samples out as a padded batch [B, seq_len], which Megatron's layers hold as [seq_len, B, H].
+    """Lay samples out as a padded batch; Megatron's layers hold [seq_len, B, H].
 
     Args:
         samples: rows of each sample, (S_i - 1, L, K).
@@ -110,7 +110,8 @@ def batch_rows(
     for index, (rows, offset) in enumerate(zip(samples, offsets, strict=True)):
         if not 0 <= offset <= seq_len - len(rows) - 1:
             raise RoutesError(
-                f"sample {index}: {len(rows) + 1} tokens from position {offset} do not fit in {seq_len}"
+                f"sample {index}: {len(rows) + 1} tokens from position {offset} do not fit in "
+                f"{seq_len}"
             )
         column = padding_rows(seq_len, *rows.shape[1:], num_experts)
         column[offset : offset + len(rows)] = rows
@@ -126,7 +127,8 @@ def _check_samples(samples: Sequence[np.ndarray], num_experts: int) -> None:
     for index, rows in enumerate(samples):
         if rows.ndim != 3 or rows.shape[1:] != samples[0].shape[1:]:
             raise RoutesError(
-                f"sample {index}: expected rows (S - 1, {samples[0].shape[1]}, {samples[0].shape[2]}), "
+                f"sample {index}: expected rows (S - 1, {samples[0].shape[1]}, "
+                f"{samples[0].shape[2]}), "
                 f"got {rows.shape}"
             )
         if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_experts:

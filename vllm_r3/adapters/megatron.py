@@ -1,9 +1,10 @@
 """Rows into Megatron's RouterReplay, by global layer number.
 
-`RouterReplay` keeps one instance a router in the order of construction, MTP routers included, and its
-own `set_replay_data` hands tensors out in that order. Here each router is found in the model by its
-global layer number instead, so that dense layers, pipeline offsets, virtual stages and MTP heads cannot
-shift a row. Needs megatron-core 0.16 or newer and torch; both are imported when called.
+`RouterReplay` keeps one instance a router in the order of construction, MTP routers included, and
+its own `set_replay_data` hands tensors out in that order. Here each router is found in the model by
+its global layer number instead, so that dense layers, pipeline offsets, virtual stages and MTP
+heads cannot shift a row. Needs megatron-core 0.16 or newer and torch; both are imported when
+called.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def layer_tensors(rows: np.ndarray, layers: Iterable[int]) -> list[torch.Tensor]
     for layer in layers:
         if not 0 <= layer < rows.shape[1]:
             raise RoutesError(
-                f"layer {layer}: expected rows of more than {layer} decoder layers, got {rows.shape[1]}; "
+                f"layer {layer}: expected rows of more than {layer} decoder layers, got "
+                f"{rows.shape[1]}; "
                 "rows over MoE layers only need moe_layers when they are decoded"
             )
         tensors.append(torch.from_numpy(np.ascontiguousarray(rows[:, layer], dtype=np.int64)))
@@ -83,8 +85,9 @@ def set_replay(model: Any, rows: np.ndarray) -> None:
 
 
 def set_action(model: Any, action: str | None) -> None:
-    """Switch every target router: `record`, `replay_forward`, `replay_backward`, or None for its own.
+    """Switch every target router to an action, or to its own routing.
 
+    Actions: `record`, `replay_forward`, `replay_backward`, or None.
     With activation recomputation call it with `replay_backward` before the backward pass: the
     recomputed forwards then take the microbatches' rows in the order they were set.
     """
@@ -124,8 +127,8 @@ def stage_moe_layers(
         vp_stages: its virtual stages in order; (None,) without virtual pipelining.
 
     Returns:
-        Layer numbers from 0: the order that `RouterReplay.set_replay_data` wants where no MTP router
-        was built.
+        Layer numbers from 0: the order that `RouterReplay.set_replay_data` wants where no MTP
+        router was built.
     """
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -144,7 +147,8 @@ def _router_replay() -> Any:
         from megatron.core.transformer.moe import router_replay
     except ImportError as error:
         raise R3Error(
-            f"RouterReplay needs megatron-core 0.16 or newer ({error}): pip install 'vllm-r3[megatron]'"
+            f"RouterReplay needs megatron-core 0.16 or newer ({error}): pip install "
+            "'vllm-r3[megatron]'"
         ) from None
     return router_replay
 

@@ -1,8 +1,8 @@
-"""Rows for slime and vime: fill `sample.rollout_routed_experts`, and start servers with what that needs.
+"""Rows for slime and vime: fill samples, and start servers with what that needs.
 
-Both frameworks carry `(len(tokens) - 1, num_layers, moe_router_topk)` int32 with each sample, and put
-the server's `--vllm-...` overrides on their arguments as `vllm_...`. Nothing of either is imported:
-samples and arguments are used by attribute. It imports numpy only.
+Both frameworks carry `(len(tokens) - 1, num_layers, moe_router_topk)` int32 with each sample, and
+put the server's `--vllm-...` overrides on their arguments as `vllm_...`. Nothing of either is
+imported: samples and arguments are used by attribute. It imports numpy only.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def assign_routed_experts(
 ) -> str:
     """Set `sample.rollout_routed_experts` from the answer that ended `sample.tokens`.
 
-    Call it after the answer's tokens were appended to `sample.tokens`. Rows before the answer's start
-    are kept from what the sample held (an earlier turn, the part before a resume), rows from there on
-    are the answer's, so a resumed rollout has none twice.
+    Call it after the answer's tokens were appended to `sample.tokens`. Rows before the answer's
+    start are kept from what the sample held (an earlier turn, the part before a resume), rows from
+    there on are the answer's, so a resumed rollout has none twice.
 
     Args:
         sample: has `tokens` and `rollout_routed_experts` (None, array, tensor, list of either).
@@ -65,7 +65,7 @@ def assign_routed_experts(
 
 
 def held_rows(value: Any) -> np.ndarray | None:
-    """Read what a sample holds: None, an array, a tensor, nested lists, or a list of such chunks."""
+    """Read what a sample holds: None, an array, a tensor, lists, or a list of chunks."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)) and value and hasattr(value[0], "shape"):
@@ -128,7 +128,8 @@ def _check_held(held: np.ndarray | None, first: int, result: np.ndarray, name: s
     found = (0, *result.shape[1:]) if held is None else held.shape
     if len(found) != 3 or found[0] < first or found[1:] != result.shape[1:]:
         raise RoutesError(
-            f"{name}: expected at least {(first, *result.shape[1:])} held rows before start {first}, "
+            f"{name}: expected at least {(first, *result.shape[1:])} held rows before start "
+            f"{first}, "
             f"got {tuple(found)}"
         )
 
@@ -156,10 +157,10 @@ def engine_flags(args: Any, *, server: str = "r3") -> list[str]:
         server: `r3` (this project), `0.21` (stock) or `0.22` (stock, 0.22 and newer).
 
     Returns:
-        Flags to append, none when replay is off. Only `--enable-return-routed-experts` is added on our
-        own; on stock 0.21 also what it needs, unless the user set it, which is kept and warned of.
-        Expert parallelism, placement, encoding and layout follow the user alone. An unchanged vime
-        reads one buffer: pass it `--vllm-routed-experts-layout full`.
+        Flags to append, none when replay is off. Only `--enable-return-routed-experts` is added on
+        our own; on stock 0.21 also what it needs, unless the user set it, which is kept and warned
+        of. Expert parallelism, placement, encoding and layout follow the user alone. An unchanged
+        vime reads one buffer: pass it `--vllm-routed-experts-layout full`.
 
     Raises:
         RoutesError: `server` is none of the three.

@@ -1,7 +1,7 @@
 """One prompt, two servers, side by side: shapes, dtypes, agreement per layer, the first difference.
 
-Both answer the same token ids greedily; where their texts part, rows stop being comparable, so only rows
-of the shared tokens count. Cells are compared as sets of experts. It imports numpy only.
+Both answer the same token ids greedily; where their texts part, rows stop being comparable, so only
+rows of the shared tokens count. Cells are compared as sets of experts. It imports numpy only.
 """
 
 from __future__ import annotations
@@ -116,7 +116,11 @@ def compare_sides(first: Side, second: Side, tokens: list[int]) -> Comparison:
     if a.shape[1:] != b.shape[1:]:
         raise R3Error(f"expected rows of one model, got A {a.shape} and B {b.shape}")
     same = next(
-        (at for at, (one, two) in enumerate(zip(first.tokens, second.tokens)) if one != two),
+        (
+            at
+            for at, (one, two) in enumerate(zip(first.tokens, second.tokens, strict=False))
+            if one != two
+        ),
         min(len(first.tokens), len(second.tokens)),
     )
     # row i needs tokens 0..i only, so the rows up to the last shared token count

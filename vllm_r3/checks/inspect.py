@@ -1,7 +1,7 @@
 """Expert load: how often each expert of each layer was chosen, and how evenly.
 
-Reads rows from a rollout file (.pt), an array (.npy), an answer (.json) or a server. The table needs
-numpy; the heat map matplotlib, the rollout file torch, both imported when needed.
+Reads rows from a rollout file (.pt), an array (.npy), an answer (.json) or a server. The table
+needs numpy; the heat map matplotlib, the rollout file torch, both imported when needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ExpertLoad:
     top_k: int
 
     def entropy(self) -> np.ndarray:
-        """Entropy of each layer's load in bits; log2(E) is even, 0 for a layer that does not route."""
+        """Entropy of each layer's load in bits; log2(E) is even, 0 a layer without routing."""
         share = self.counts_LE / np.maximum(1, self.counts_LE.sum(axis=1, keepdims=True))
         logs = np.log2(share, out=np.zeros_like(share), where=share > 0)
         return -(share * logs).sum(axis=1) + 0.0
@@ -51,7 +51,7 @@ class ExpertLoad:
 
 
 def expert_load(arrays: Iterable[np.ndarray], shape: RouteShape) -> ExpertLoad:
-    """Count choices over arrays (n, L, K); dense layers (all zeros, or not in moe_layers) stay empty.
+    """Count choices over arrays (n, L, K); layers that do not route stay empty.
 
     Raises:
         R3Error: no rows, rows of different models, or ids outside [0, E).

@@ -75,7 +75,8 @@ class RolloutReport:
         text += [f"  {count} {kind}" for kind, count in sorted(counts.items())]
         if self.min_with_routing is not None and self.with_routing < self.min_with_routing:
             text.append(
-                f"expected at least {self.min_with_routing} samples with routing, got {self.with_routing}"
+                f"expected at least {self.min_with_routing} samples with routing, got "
+                f"{self.with_routing}"
             )
         return text
 

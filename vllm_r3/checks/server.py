@@ -1,8 +1,8 @@
-"""Check a running server against the contract: capabilities, every endpoint, warm equals cold, values.
+"""Check a running server against the contract: every endpoint, warm equals cold, values.
 
 Every check runs; one that fails says what was expected and found, and the list of what the contract
-promises and the server lacks ends the report. A server may answer HTTP 200 with rows of the right shape
-that are all zeros: that is what this is for. It imports numpy and the standard library.
+promises and the server lacks ends the report. A server may answer HTTP 200 with rows of the right
+shape that are all zeros: that is what this is for. It imports numpy and the standard library.
 """
 
 from __future__ import annotations
@@ -19,8 +19,16 @@ from vllm_r3.errors import R3Error
 from vllm_r3.routes import RouteShape
 
 INFO_FIELDS = (
-    "enabled", "num_layers", "moe_layers", "num_experts", "top_k", "dtype", "encoding", "layout", "version",
-)  # fmt: skip
+    "enabled",
+    "num_layers",
+    "moe_layers",
+    "num_experts",
+    "top_k",
+    "dtype",
+    "encoding",
+    "layout",
+    "version",
+)
 
 
 class NotChecked(R3Error):
@@ -123,8 +131,8 @@ def verify_server(
         url: its address.
         prompt_tokens: length of the prompt; more than two KV blocks, or "warm" tests nothing.
         max_tokens: tokens to generate with each request.
-        max_differing: share of (row, layer) cells that may differ between a cold and a warm answer. 0 is
-            right for float32; low precision may flip a tie where the tail is computed again.
+        max_differing: share of (row, layer) cells that may differ between a cold and a warm answer.
+            0 is right for float32; low precision may flip a tie where the tail is computed again.
         timeout: seconds for one request.
 
     Raises:
@@ -270,7 +278,8 @@ def _same(facts: Facts, cold: np.ndarray, warm: np.ndarray, what: str) -> None:
     if differ.size and differ.mean() > facts.max_differing:
         row, layer = (int(n) for n in np.argwhere(differ)[0])
         raise R3Error(
-            f"{what}: expected the first answer's rows, got {int(differ.sum())} of {differ.size} cells "
+            f"{what}: expected the first answer's rows, got {int(differ.sum())} of {differ.size} "
+            "cells "
             f"different, the first at row {row}, layer {layer}: {cold[row, layer].tolist()} became "
             f"{warm[row, layer].tolist()}"
         )

@@ -1,7 +1,7 @@
 """Load torch files without running what is in them.
 
-`torch.load(weights_only=True)` with numpy's array types allowed beside its own; anything else in the file
-is refused by name. Needs torch, imported when called.
+`torch.load(weights_only=True)` with numpy's array types allowed beside its own; anything else in
+the file is refused by name. Needs torch, imported when called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is wrong with rows of the right shape: impossible ids, doubled ids, zeros where experts belong.
+"""What is wrong with rows of the right shape: impossible, doubled or missing experts.
 
 n rows, L layers, K top-k. All findings are reported, not the first alone. It imports numpy only.
 """

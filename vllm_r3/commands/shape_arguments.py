@@ -1,4 +1,4 @@
-"""The arguments that describe a model, shared by the checks' commands; named as Megatron names them."""
+"""The arguments that describe a model, named as Megatron names them; shared by the checks."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def _add_server(verbs: argparse._SubParsersAction) -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="share of (row, layer) cells that may differ between two answers (default: 0, right for "
-        "float32; low precision may flip near ties)",
+        help="share of (row, layer) cells that may differ between two answers "
+        "(default: 0, right for float32; low precision may flip near ties)",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds a request (default: 600)"

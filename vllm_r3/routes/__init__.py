@@ -1,4 +1,4 @@
-"""Routed experts for trainers: decode answers, merge segments, grow rollouts. Needs numpy and nothing else."""
+"""Routed experts for trainers: decode answers, merge segments, grow rollouts. Needs numpy only."""
 
 from vllm_r3.routes.decode import ChoiceRoutes, decode_answer, decode_choice
 from vllm_r3.routes.merge import Count

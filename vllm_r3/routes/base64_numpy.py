@@ -1,8 +1,9 @@
 """Decode base64 with numpy, for installs without pybase64.
 
-The standard library needs about 20 ms for the 17 MB of a long answer, this about two thirds of that, and it
-sees a foreign character wherever it stands. Two characters at a time go through one table (65,536
-entries, so that it stays in the cache) and two table values make three bytes. It imports numpy only.
+The standard library needs about 20 ms for the 17 MB of a long answer, this about two thirds of
+that, and it sees a foreign character wherever it stands. Two characters at a time go through one
+table (65,536 entries, so that it stays in the cache) and two table values make three bytes. It
+imports numpy only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Turn one field of an answer into an array: base64 npy, headerless base64 int32, or nested lists.
 
-Nothing here executes what it reads: npy headers are parsed with a size limit, object dtypes are refused,
-and the data is one view on the decoded bytes. It imports numpy, and pybase64 where that is installed
-(some twenty times as fast).
+Nothing here executes what it reads: npy headers are parsed with a size limit, object dtypes are
+refused, and the data is one view on the decoded bytes. It imports numpy, and pybase64 where that is
+installed (some twenty times as fast).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def decode_segment(value: Any, where: str) -> np.ndarray | None:
         where: names the request and the field in errors.
 
     Returns:
-        None for null, else an integer array: (rows, L, K), or flat where the sender left out the shape
-        (headerless). An empty list gives shape (0, 0, 0).
+        None for null, else an integer array: (rows, L, K), or flat where the sender left out the
+        shape (headerless). An empty list gives shape (0, 0, 0).
 
     Raises:
         RoutesError: the field cannot be such an array.
@@ -123,7 +123,7 @@ def _npy_header(
 
 
 def decode_nested(value: Any, where: str) -> np.ndarray:
-    """Turn nested lists (or an array, or a CPU tensor) into an array without guessing at ragged ones."""
+    """Turn nested lists, an array or a CPU tensor into an array; refuse ragged ones."""
     try:
         array = np.asarray(value)
     except ValueError:

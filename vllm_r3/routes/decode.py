@@ -15,7 +15,7 @@ import numpy as np
 from vllm_r3.routes.blob import decode_segment
 from vllm_r3.routes.forms import RawChoice, read_answer
 from vllm_r3.routes.merge import Count, merge_segments
-from vllm_r3.routes.rules import RoutesError, RouteShape
+from vllm_r3.routes.rules import UNKNOWN, RoutesError, RouteShape
 
 ABORTED = ("abort", "aborted", "cancelled")
 
@@ -48,15 +48,17 @@ def decode_answer(
     *,
     num_prompt: int | Sequence[int] | None = None,
     start: int | None = None,
-    shape: RouteShape = RouteShape(),
+    shape: RouteShape = UNKNOWN,
     request: str | None = None,
 ) -> list[ChoiceRoutes]:
     """Decode every choice of an answer.
 
     Args:
         answer: the parsed JSON body (or SGLang's list of bodies).
-        num_prompt: prompt tokens P, one number or one for each choice; default: what the answer says.
-        start: the `routed_experts_prompt_start` of the request; default: what the answer says, else 0.
+        num_prompt: prompt tokens P, one number or one for each choice; default: what the answer
+            says.
+        start: the `routed_experts_prompt_start` of the request; default: what the answer says, else
+            0.
         shape: what the caller knows of the model. SGLang's buffers need num_layers and top_k; stock
             0.21's rows need moe_layers on a model with dense layers.
         request: names the request in errors.
@@ -69,7 +71,7 @@ def decode_answer(
     counts = _prompt_counts(num_prompt, len(raw.choices), raw.request)
     return [
         _decode_choice(choice, known, start, shape, raw.request)
-        for choice, known in zip(raw.choices, counts)
+        for choice, known in zip(raw.choices, counts, strict=True)
     ]
 
 
@@ -139,8 +141,10 @@ def _without_rows(raw: RawChoice, count: Count, shape: RouteShape, where: str) -
         note = f"{where}: aborted after {count.num_generated} tokens, without rows"
         return _result(raw, None, count, note)
     raise RoutesError(
-        f"{where}: expected {count.rows} rows for {count.num_tokens} tokens from start {count.start}, got none: "
-        "start the server with --enable-return-routed-experts and leave return_routed_experts unset or true"
+        f"{where}: expected {count.rows} rows for {count.num_tokens} tokens from start "
+        f"{count.start}, got none: "
+        "start the server with --enable-return-routed-experts and leave return_routed_experts "
+        "unset or true"
     )
 
 
@@ -152,8 +156,9 @@ def _result(raw: RawChoice, rows: np.ndarray | None, count: Count, note: str = "
 def row_versions(spans: list[tuple[str, int, int]], count: Count) -> list[str]:
     """Say which weights computed each row.
 
-    Generated token j was sampled by the pass of token P + j - 1, so row i belongs to generated token
-    i - P + 1; rows of the prompt before that belong to the first span. An end of -1 means "to the end".
+    Generated token j was sampled by the pass of token P + j - 1, so row i belongs to generated
+    token i - P + 1; rows of the prompt before that belong to the first span. An end of -1 means "to
+    the end".
     """
     generated = [spans[0][0]] * max(1, count.num_generated)
     for version, first, end in spans:

@@ -1,14 +1,15 @@
 """Find the rows in an answer, whichever server sent it.
 
-| server | where the rows are | layer axis |
-|---|---|---|
-| this project, `split` | `prompt_routed_experts` (top level or choice) + `choices[].routed_experts` | all |
-| this project, `full`; vLLM 0.22 to 0.33 | `choices[].routed_experts`, base64 npy, both parts | all |
-| stock vLLM 0.21 | as `split`, nested lists, OpenAI endpoints only | MoE layers only |
-| SGLang `/generate` | `meta_info.routed_experts`, base64 int32 without a header | all |
-| SGLang OpenAI endpoints | `sglext.routed_experts` (`sgl_ext` in older ones), the first choice's only | all |
+| server | where the rows are |
+|---|---|
+| this project, `split` | `prompt_routed_experts` (top or choice), `choices[].routed_experts` |
+| this project, `full`, and vLLM 0.22 to 0.33 | `choices[].routed_experts`, base64 npy |
+| stock vLLM 0.21, OpenAI endpoints only | as `split`, nested lists over MoE layers only |
+| SGLang `/generate` | `meta_info.routed_experts`, base64 int32 without a header |
+| SGLang OpenAI endpoints | `sglext.routed_experts` (once `sgl_ext`), the first choice's only |
 
-This module only looks things up; `decode` does the arithmetic. It imports nothing but the standard library.
+This module only looks things up; `decode` does the arithmetic. It imports nothing but the standard
+library.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def _read_sglang(bodies: list[Any], request: str | None) -> RawAnswer:
         meta = body.get("meta_info") if isinstance(body, Mapping) else None
         if not isinstance(meta, Mapping):
             raise RoutesError(
-                f"{request or 'answer'}: expected meta_info in part {index}, got {type(body).__name__}"
+                f"{request or 'answer'}: expected meta_info in part {index}, got "
+                f"{type(body).__name__}"
             )
         request = request or meta.get("id")
         choices.append(_sglang_choice(index, body, meta))

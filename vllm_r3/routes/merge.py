@@ -6,8 +6,8 @@
     # [P, S - 1)    generated segment
     # S - 1         never forwarded, has no row
 
-Two passes over the bytes in all: the base64 decoder's and, where two segments or another dtype meet, the
-one into the result. It imports numpy only.
+Two passes over the bytes in all: the base64 decoder's and, where two segments or another dtype
+meet, the one into the result. It imports numpy only.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Count:
         """Refuse a start outside [0, P] and negative counts."""
         if self.num_prompt < 0 or self.num_generated < 0:
             raise RoutesError(
-                f"{where}: token counts must be 0 or more, got {self.num_prompt} + {self.num_generated}"
+                f"{where}: token counts must be 0 or more, got {self.num_prompt} + "
+                f"{self.num_generated}"
             )
         if not 0 <= self.start <= self.num_prompt:
             raise RoutesError(f"{where}: start must be in [0, {self.num_prompt}], got {self.start}")
@@ -77,11 +78,12 @@ def merge_segments(
         A contiguous, writable array (sum of expected, L, K), uint8 or int16 by the dtype rule.
 
     Raises:
-        RoutesError: a segment has another row count, layer count, top-k or dtype, or an impossible id.
+        RoutesError: a segment has another row count, layer count, top-k or dtype, or an impossible
+            id.
     """
     parts = [_shaped(segment, shape, where) for segment in segments]
     shape = _settle(parts, shape, where)
-    for part, rows in zip(parts, expected):
+    for part, rows in zip(parts, expected, strict=True):
         found = 0 if part is None else len(part)
         if found != rows:
             raise RoutesError(_count_message(parts, expected, shape, count, where))
@@ -122,12 +124,14 @@ def _shaped(segment: np.ndarray | None, shape: RouteShape, where: str) -> np.nda
 def _with_sides(flat: np.ndarray, shape: RouteShape, where: str) -> np.ndarray:
     if shape.num_layers is None or shape.top_k is None:
         raise RoutesError(
-            f"{where}: {flat.size} values came without a shape: give num_layers and top_k to read them"
+            f"{where}: {flat.size} values came without a shape: give num_layers and top_k to read "
+            "them"
         )
     side = shape.num_layers * shape.top_k
     if flat.size % side:
         raise RoutesError(
-            f"{where}: expected a multiple of {shape.num_layers} x {shape.top_k} values, got {flat.size}"
+            f"{where}: expected a multiple of {shape.num_layers} x {shape.top_k} values, got "
+            f"{flat.size}"
         )
     return flat.reshape(-1, shape.num_layers, shape.top_k)
 
@@ -151,7 +155,8 @@ def _settle(parts: list[np.ndarray | None], shape: RouteShape, where: str) -> Ro
                 else "; a server that sends MoE layers only needs moe_layers given"
             )
             raise RoutesError(
-                f"{where}: expected {shape.num_layers} layers, got {layers} in shape {part.shape}{hint}"
+                f"{where}: expected {shape.num_layers} layers, got {layers} in shape "
+                f"{part.shape}{hint}"
             )
         shape = replace(shape, top_k=top_k)
     return shape

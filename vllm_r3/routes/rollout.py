@@ -1,4 +1,4 @@
-"""Grow one rollout's rows over turns, aborts and resumes, and hand them over in the trainer's shape.
+"""Grow one rollout's rows over turns, aborts and resumes, up to the trainer's shape.
 
     held tokens   t0 ... t(n-2) t(n-1)      the last one has no row yet
     held rows     r0 ... r(n-2)
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from vllm_r3.routes.decode import ChoiceRoutes, decode_choice
-from vllm_r3.routes.rules import RoutesError, RouteShape
+from vllm_r3.routes.rules import UNKNOWN, RoutesError, RouteShape
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one answer did: rows kept before it, rows it brought, tokens it generated, and a note."""
+    """What one answer did: where it started, rows and tokens it brought, and a note."""
 
     start: int
     rows: int
@@ -33,12 +33,12 @@ class Turn:
 class RolloutRoutes:
     """The routed experts of one rollout while it grows.
 
-    Send `routed_experts_prompt_start=rollout.next_start` with each request, then call `add_turn`. When
-    rows come again (a resume that starts earlier, or a server that ignores the start), the new ones
-    replace the old from there on, so no row is ever doubled.
+    Send `routed_experts_prompt_start=rollout.next_start` with each request, then call `add_turn`.
+    When rows come again (a resume that starts earlier, or a server that ignores the start), the new
+    ones replace the old from there on, so no row is ever doubled.
     """
 
-    def __init__(self, shape: RouteShape = RouteShape(), name: str = "rollout") -> None:
+    def __init__(self, shape: RouteShape = UNKNOWN, name: str = "rollout") -> None:
         self.shape = shape
         self.name = name
         self.tokens: list[int] = []
@@ -86,7 +86,8 @@ class RolloutRoutes:
         )
         if routes.token_ids is None:
             raise RoutesError(
-                f"{self.name}: expected token_ids in choice {choice}, got none: ask with return_token_ids true"
+                f"{self.name}: expected token_ids in choice {choice}, got none: ask with "
+                "return_token_ids true"
             )
         self._check_prefix(prompt, routes.count.start)
         if routes.rows is not None:
@@ -102,12 +103,14 @@ class RolloutRoutes:
         """Put rows of tokens [start, start + len(rows)) in, replacing held rows from `start` on.
 
         Raises:
-            RoutesError: `start` lies past the held rows, or the rows have other sides than those held.
+            RoutesError: `start` lies past the held rows, or the rows have other sides than those
+                held.
         """
         held = self.num_rows
         if not 0 <= start <= held:
             raise RoutesError(
-                f"{self.name}: {held} rows are held, so the next ones must start in [0, {held}], got {start}: "
+                f"{self.name}: {held} rows are held, so the next ones must start in [0, {held}], "
+                f"got {start}: "
                 f"send routed_experts_prompt_start={held}"
             )
         if versions is not None and len(versions) != len(rows):
@@ -120,7 +123,7 @@ class RolloutRoutes:
             self._versions.extend(versions if versions is not None else [None] * len(rows))
 
     def truncate(self, num_tokens: int) -> None:
-        """Drop everything after the first `num_tokens` tokens (a cut response, an edited history)."""
+        """Drop everything after the first `num_tokens` tokens (a cut response)."""
         if not 0 <= num_tokens <= len(self.tokens):
             raise RoutesError(
                 f"{self.name}: expected to keep [0, {len(self.tokens)}] tokens, got {num_tokens}"
@@ -132,7 +135,8 @@ class RolloutRoutes:
         """Return the rows as one array (len(tokens) - 1, L, K).
 
         Args:
-            tokens: the trainer's own token ids, held against those of the rollout; default: the rollout's.
+            tokens: the trainer's own token ids, held against those of the rollout; default: the
+                rollout's.
 
         Raises:
             RoutesError: tokens differ, or rows are missing.
@@ -144,8 +148,10 @@ class RolloutRoutes:
             )
         if self.missing_rows != 0:
             raise RoutesError(
-                f"{self.name}: expected {max(0, len(self.tokens) - 1)} rows for {len(self.tokens)} tokens, got "
-                f"{self.num_rows}{self._last_note()}: resume from start {self.next_start}, or truncate"
+                f"{self.name}: expected {max(0, len(self.tokens) - 1)} rows for "
+                f"{len(self.tokens)} tokens, got "
+                f"{self.num_rows}{self._last_note()}: resume from start {self.next_start}, or "
+                "truncate"
             )
         return self._whole()
 
@@ -169,7 +175,7 @@ class RolloutRoutes:
         return turn
 
     def _common(self, tokens: Sequence[int]) -> int:
-        pairs = zip(self.tokens, tokens)
+        pairs = zip(self.tokens, tokens, strict=False)
         return next(
             (at for at, (mine, other) in enumerate(pairs) if mine != other),
             min(len(self.tokens), len(tokens)),
@@ -180,7 +186,8 @@ class RolloutRoutes:
         common = self._common(prompt)
         if common < min(start, len(self.tokens)):
             raise RoutesError(
-                f"{self.name}: the prompt differs from the held tokens at position {common}, before start {start}: "
+                f"{self.name}: the prompt differs from the held tokens at position {common}, "
+                f"before start {start}: "
                 f"send routed_experts_prompt_start={common}"
             )
 

@@ -1,7 +1,8 @@
 """What every row must obey, once for encoder, decoder and checks.
 
-A row is [L, K]: the expert ids of one token, one line per decoder layer. This module holds the dtype
-rule, the description of a model's routing (`RouteShape`) and the error type. It imports numpy only.
+A row is [L, K]: the expert ids of one token, one line per decoder layer. This module holds the
+dtype rule, the description of a model's routing (`RouteShape`) and the error type. It imports numpy
+only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class RoutesError(R3Error):
 
 
 def dtype_for(num_experts: int) -> np.dtype:
-    """Return the one dtype that ids of `num_experts` experts travel in: uint8 up to 256, else int16."""
+    """Return the dtype that ids of `num_experts` experts travel in: uint8, above 256 int16."""
     if not 0 < num_experts <= MAX_EXPERTS:
         raise RoutesError(f"num_experts must be in [1, {MAX_EXPERTS}], got {num_experts}")
     return np.dtype(np.uint8 if num_experts <= UINT8_MAX_EXPERTS else np.int16)
@@ -69,7 +70,7 @@ class RouteShape:
 
     @classmethod
     def from_args(cls, args: Any) -> RouteShape:
-        """Read a trainer's arguments: `num_layers`, `moe_router_topk`, `num_experts`, `moe_layer_freq`."""
+        """Read a trainer's arguments, as Megatron, slime and vime name them."""
         num_layers = getattr(args, "num_layers", None)
         freq = getattr(args, "moe_layer_freq", None)
         return cls(
@@ -82,7 +83,7 @@ class RouteShape:
         )
 
     def joined(self, other: RouteShape, where: str) -> RouteShape:
-        """Fill the unknowns of this shape from `other`; raise RoutesError where the two disagree."""
+        """Fill this shape's unknowns from `other`; raise RoutesError where they disagree."""
         known: dict[str, Any] = {}
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
@@ -94,10 +95,14 @@ class RouteShape:
         return RouteShape(**known)
 
 
+UNKNOWN = RouteShape()
+
+
 def moe_layers_of(num_layers: int, freq: int | list[int]) -> tuple[int, ...]:
     """Turn Megatron's `moe_layer_freq` into global layer numbers.
 
-    An integer N means that every layer divisible by N routes; a list holds 1 for each layer that does.
+    An integer N means that every layer divisible by N routes; a list holds 1 for each layer that
+    does.
     """
     if isinstance(freq, int):
         return tuple(range(0, num_layers, freq))

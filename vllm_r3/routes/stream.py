@@ -1,8 +1,8 @@
 """Fold the chunks of a streamed answer into one answer that `decode_answer` takes.
 
-Rows come whole on the chunk with a choice's finish reason; `prompt_routed_experts` on the first such
-chunk only. SGLang repeats the whole answer so far in every chunk, so its last chunk is the answer.
-It imports nothing but the standard library.
+Rows come whole on the chunk with a choice's finish reason; `prompt_routed_experts` on the first
+such chunk only. SGLang repeats the whole answer so far in every chunk, so its last chunk is the
+answer. It imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _finished(
     ]
     if open_ones:
         raise RoutesError(
-            f"{name}: the stream ended after {seen} chunks without a finish_reason for choices {open_ones}"
+            f"{name}: the stream ended after {seen} chunks without a finish_reason for choices "
+            f"{open_ones}"
         )
     answer["choices"] = [choices[index] for index in sorted(choices)]
     return answer

@@ -1,4 +1,4 @@
-"""Answers as the servers of the field send them, built from one known array, for the tests beside this file."""
+"""Answers as the servers of the field send them, built from one known array."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 def rows_of(
     count: int, layers: int = 3, top_k: int = 2, experts: int = 16, first: int = 0
 ) -> np.ndarray:
-    """Rows whose ids depend on token, layer and place, so that no shift can hide; distinct within a layer."""
+    """Rows whose ids depend on token, layer and place, so that no shift can hide."""
     token = np.arange(first, first + count)[:, None, None]
     layer = np.arange(layers)[None, :, None]
     place = np.arange(top_k)[None, None, :]

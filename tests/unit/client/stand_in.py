@@ -1,7 +1,8 @@
 """A stand-in server for the checks' code paths: a made-up model behind real HTTP.
 
-Its rows depend on token, position and layer alone, so any endpoint gives the same ones. `faults` switch
-single promises off, so that each check can be seen to fail. The real servers are tested in tests/engine.
+Its rows depend on token, position and layer alone, so any endpoint gives the same ones. `faults`
+switch single promises off, so that each check can be seen to fail. The real servers are tested in
+tests/engine.
 """
 
 from __future__ import annotations

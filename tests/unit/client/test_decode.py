@@ -1,4 +1,4 @@
-"""Every form of the field decodes to the same array, and every misfit is refused with its numbers."""
+"""Every form of the field decodes to the same array; every misfit is refused with numbers."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_a_wrong_row_count_is_refused_on_the_side_it_is(
     answer["prompt_routed_experts"] = npy(rows_of(prompt_rows))
     answer["choices"][0]["routed_experts"] = npy(rows_of(generated_rows))
     with refused(
-        "request req-1, choice 0: expected rows (8, 3, 2) (prompt 5 + generated 3) for 9 tokens from start 0, "
+        "request req-1, choice 0: expected rows (8, 3, 2) (prompt 5 + generated 3) for 9 tokens "
+        "from start 0, "
         f"got {got}"
     ):
         decode_choice(answer, num_prompt=PROMPT)
@@ -145,7 +146,8 @@ def test_a_full_buffer_of_another_length_is_refused(rows: int) -> None:
     answer = full_answer(ROWS, PROMPT)
     answer["choices"][0]["routed_experts"] = npy(rows_of(rows))
     with refused(
-        f"request req-1, choice 0: expected rows (8, 3, 2) for 9 tokens from start 0, got ({rows}, 3, 2)"
+        "request req-1, choice 0: expected rows (8, 3, 2) for 9 tokens from start 0, got "
+        f"({rows}, 3, 2)"
     ):
         decode_choice(answer, num_prompt=PROMPT)
 
@@ -326,7 +328,8 @@ def test_sglangs_openai_extension_is_read_for_the_first_choice_only(name: str) -
 
 def test_a_headerless_buffer_needs_the_models_sides() -> None:
     with refused(
-        "request sg-1, choice 0: 48 values came without a shape: give num_layers and top_k to read them"
+        "request sg-1, choice 0: 48 values came without a shape: give num_layers and top_k to "
+        "read them"
     ):
         decode_choice(sglang_answer(ROWS, PROMPT))
 
@@ -340,7 +343,8 @@ def test_missing_rows_name_the_flag() -> None:
     answer = full_answer(ROWS, PROMPT)
     answer["choices"][0]["routed_experts"] = None
     with refused(
-        "request req-1, choice 0: expected 8 rows for 9 tokens from start 0, got none: start the server with "
+        "request req-1, choice 0: expected 8 rows for 9 tokens from start 0, got none: start the "
+        "server with "
         "--enable-return-routed-experts and leave return_routed_experts unset or true"
     ):
         decode_choice(answer, num_prompt=PROMPT)

@@ -1,4 +1,4 @@
-"""Replay into real megatron-core models on the CPU: the routers take the rows, of the right layer, or refuse."""
+"""Replay into real megatron-core models on the CPU: rows reach their layer, or are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYERS, EXPERTS, TOP_K, VOCAB = 4, 8, 2, 32
 
 @pytest.fixture(scope="module")
 def cpu_megatron() -> Iterator[None]:
-    """One process, gloo, and the few CUDA calls that megatron-core makes on the way turned to the CPU."""
+    """One process with gloo; the few CUDA calls that megatron-core makes go to the CPU."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -58,12 +58,25 @@ def config(**more: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values = dict(
-        num_layers=LAYERS, hidden_size=16, num_attention_heads=2, num_moe_experts=EXPERTS,
-        moe_router_topk=TOP_K, moe_layer_freq=[0, 1, 1, 1], moe_ffn_hidden_size=8, ffn_hidden_size=16,
-        moe_enable_routing_replay=True, moe_token_dispatcher_type="allgather", add_bias_linear=False,
-        moe_router_load_balancing_type="none", use_cpu_initialization=True, gated_linear_unit=True,
-        attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False, masked_softmax_fusion=False,
-    )  # fmt: skip
+        num_layers=LAYERS,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_layer_freq=[0, 1, 1, 1],
+        moe_ffn_hidden_size=8,
+        ffn_hidden_size=16,
+        moe_enable_routing_replay=True,
+        moe_token_dispatcher_type="allgather",
+        add_bias_linear=False,
+        moe_router_load_balancing_type="none",
+        use_cpu_initialization=True,
+        gated_linear_unit=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+    )
     return TransformerConfig(**{**values, **more})
 
 
@@ -92,7 +105,7 @@ def forward(model: Any, tokens: Any) -> Any:
 
 
 def maps_of(model: Any, tokens: Any) -> tuple[dict[int, np.ndarray], Any]:
-    """Run the model and return the expert map that each router gave out, by global layer, and the logits."""
+    """Run the model; return each router's expert map, by global layer, and the logits."""
     maps: dict[int, np.ndarray] = {}
     hooks = []
     for router in adapter.target_routers(model):
@@ -222,7 +235,8 @@ def test_rows_of_another_top_k_are_refused(cpu_megatron: None, top_k: int) -> No
 
 def test_a_model_built_without_replay_is_refused(cpu_megatron: None) -> None:
     message = (
-        "stage 0, decoder.layers.1.mlp.router: expected moe_enable_routing_replay true in the config, "
+        "stage 0, decoder.layers.1.mlp.router: expected moe_enable_routing_replay true in the "
+        "config, "
         "got false"
     )
     with pytest.raises(R3Error, match=f"^{re.escape(message)}$"):
@@ -249,9 +263,13 @@ def test_a_dense_model_is_refused(cpu_megatron: None) -> None:
 
 def piped(size: int, virtual: int | None = None, **more: Any) -> Any:
     return config(
-        num_layers=8, moe_layer_freq=[0, 0, 1, 1, 1, 1, 1, 1], pipeline_model_parallel_size=size,
-        virtual_pipeline_model_parallel_size=virtual, pipeline_dtype=torch.float32, **more,
-    )  # fmt: skip
+        num_layers=8,
+        moe_layer_freq=[0, 0, 1, 1, 1, 1, 1, 1],
+        pipeline_model_parallel_size=size,
+        virtual_pipeline_model_parallel_size=virtual,
+        pipeline_dtype=torch.float32,
+        **more,
+    )
 
 
 def test_pipeline_ranks_hold_their_own_global_layers(cpu_megatron: None) -> None:
@@ -281,8 +299,11 @@ def test_routers_of_virtual_stages_are_found_by_their_global_layer() -> None:
 
     routers = adapter.target_routers([stage(1, 2), stage(5, 6)])
     assert [(router.layer, router.name) for router in routers] == [
-        (0, "stage 0, 0"), (1, "stage 0, 1"), (4, "stage 1, 0"), (5, "stage 1, 1"),
-    ]  # fmt: skip
+        (0, "stage 0, 0"),
+        (1, "stage 0, 1"),
+        (4, "stage 1, 0"),
+        (5, "stage 1, 1"),
+    ]
 
 
 def test_layer_tensors_are_contiguous_int64() -> None:

@@ -1,4 +1,4 @@
-"""Recorded rows go into the routers of Hugging Face models, with the family's own weights, or are refused."""
+"""Recorded rows go into the routers of Hugging Face models, with the family's own weights."""
 
 from __future__ import annotations
 
@@ -23,32 +23,74 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXPERTS, TOP_K = 8, 2
 BASE = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=3,
-    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=EXPERTS,
-    num_local_experts=EXPERTS, n_routed_experts=EXPERTS, num_experts_per_tok=TOP_K,
-    max_position_embeddings=128, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-)  # fmt: skip
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_experts=EXPERTS,
+    num_local_experts=EXPERTS,
+    n_routed_experts=EXPERTS,
+    num_experts_per_tok=TOP_K,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=None,
+    eos_token_id=1,
+)
 MLA = dict(
-    head_dim=8, q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-    n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5, n_group=2, topk_group=1,
-)  # fmt: skip
+    head_dim=8,
+    q_lora_rank=None,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+    routed_scaling_factor=2.5,
+    n_group=2,
+    topk_group=1,
+)
 # family: config, layers that route, score, whether weights are made to sum to one, scale
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int], str, bool, float]] = {
     "qwen3": ("qwen3_moe", dict(norm_topk_prob=True), [0, 1, 2], "softmax", True, 1.0),
     "qwen3-raw": (
-        "qwen3_moe", dict(norm_topk_prob=False, mlp_only_layers=[1]), [0, 2], "softmax", False, 1.0,
+        "qwen3_moe",
+        dict(norm_topk_prob=False, mlp_only_layers=[1]),
+        [0, 2],
+        "softmax",
+        False,
+        1.0,
     ),
     "mixtral": ("mixtral", {}, [0, 1, 2], "softmax", True, 1.0),
     "olmoe": ("olmoe", {}, [0, 1, 2], "softmax", False, 1.0),
-    "qwen2": ("qwen2_moe", dict(shared_expert_intermediate_size=16), [0, 1, 2], "softmax", False, 1.0),
+    "qwen2": (
+        "qwen2_moe",
+        dict(shared_expert_intermediate_size=16),
+        [0, 1, 2],
+        "softmax",
+        False,
+        1.0,
+    ),
     "deepseek2": ("deepseek_v2", dict(MLA, topk_method="greedy"), [1, 2], "softmax", False, 2.5),
     "deepseek3": ("deepseek_v3", dict(MLA, norm_topk_prob=True), [1, 2], "sigmoid", True, 2.5),
     "glm4": (
         "glm4_moe",
-        dict(n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5, n_group=1, topk_group=1),
-        [1, 2], "sigmoid", True, 1.5,
+        dict(
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.5,
+            n_group=1,
+            topk_group=1,
+        ),
+        [1, 2],
+        "sigmoid",
+        True,
+        1.5,
     ),
-}  # fmt: skip
+}
 
 
 def build(family: str, dtype: Any = None) -> Any:

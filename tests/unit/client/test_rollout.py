@@ -50,7 +50,8 @@ def test_a_start_one_past_the_held_rows_loses_the_boundary_row_and_is_refused() 
     rollout = RolloutRoutes()
     rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
     with refused(
-        "rollout: 8 rows are held, so the next ones must start in [0, 8], got 9: send routed_experts_prompt_start=8"
+        "rollout: 8 rows are held, so the next ones must start in [0, 8], got 9: send "
+        "routed_experts_prompt_start=8"
     ):
         rollout.add_turn(tokens_to(10), answer_to(12, 10, 9), start=9)
 

@@ -1,4 +1,4 @@
-"""Samples end with exactly the trainer's shape, and servers start with what replay needs and no more."""
+"""Samples get exactly the trainer's shape; servers get the flags that replay needs, no more."""
 
 from __future__ import annotations
 

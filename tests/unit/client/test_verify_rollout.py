@@ -19,6 +19,9 @@ from vllm_r3.routes import RouteShape
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[replay]'")
 
+NOT_LOADED = (
+    r"^.*x\.pt: expected plain data, tensors and numpy arrays, got {}, which is not loaded$"
+)
 SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=16)
 GOOD = rows_of(8).astype(np.int32)
 
@@ -211,7 +214,7 @@ def test_code_in_a_file_is_refused_by_name_and_not_run(
     path = saved(tmp_path / "x.pt", sample_of(GOOD, metadata={"x": Hostile()}))
     with pytest.raises(
         R3Error,
-        match=r"^.*x\.pt: expected plain data, tensors and numpy arrays, got posix.mkdir, which is not loaded$",
+        match=NOT_LOADED.format("posix.mkdir"),
     ):
         verify_rollout(path, SHAPE)
     assert not mark.exists()
@@ -221,7 +224,7 @@ def test_object_arrays_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", sample_of(np.array([Path("x")], dtype=object)))
     with pytest.raises(
         R3Error,
-        match=r"^.*x\.pt: expected plain data, tensors and numpy arrays, got numpy\.dtypes\.ObjectDType, which is not loaded$",
+        match=NOT_LOADED.format("numpy.dtypes.ObjectDType"),
     ):
         verify_rollout(path, SHAPE)
 

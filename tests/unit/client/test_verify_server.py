@@ -1,4 +1,4 @@
-"""`verify server` passes a server that keeps the contract and names each promise that one breaks."""
+"""`verify server` passes a server that keeps the contract and names each broken promise."""
 
 from __future__ import annotations
 
