@@ -2,14 +2,16 @@
 
 Layers, each importing only those above it:
 
-    patchfile                     one patch: header, message, exact hunks
+    patchfile, parsing            one patch: message, exact hunks; reading it
     git                           git with nobody's configuration
     pin, folder, hashes           the files of patches/v0.N/
     source                        the pinned wheel and its Python files
     importing, export             git tree <-> folder
     site, transaction, record     an installed vLLM
+    stock, versions               its unpatched side, its version
     apply, status                 patch it, restore it, say what it is
-    verify, prefixes, rebase      checks
+    findings, verify, prefixes    check the series
+    placing, rebase               try it on another vLLM
 
 None of it imports vLLM, torch or numpy.
 """

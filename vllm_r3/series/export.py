@@ -16,7 +16,8 @@ from vllm_r3.series import hashes
 from vllm_r3.series.folder import read_lines, reorder, touched
 from vllm_r3.series.git import Git
 from vllm_r3.series.importing import BASE
-from vllm_r3.series.patchfile import parse_patch, slug
+from vllm_r3.series.parsing import parse_patch
+from vllm_r3.series.patchfile import slug
 
 FORMAT = (
     *("--stdout", "-1", "--keep-subject", "--zero-commit", "--no-signature", "--no-stat"),

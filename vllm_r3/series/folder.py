@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.patchfile import Patch, apply_change, parse_patch
+from vllm_r3.series.parsing import parse_patch
+from vllm_r3.series.patchfile import Patch, apply_change
 from vllm_r3.series.pin import Pin, read_pin
 
 DEFAULT = "v0.21.0"

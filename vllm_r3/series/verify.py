@@ -14,7 +14,8 @@ from vllm_r3.errors import R3Error
 from vllm_r3.series.findings import Finding
 from vllm_r3.series.folder import apply_patch, is_patch, read_lines
 from vllm_r3.series.hashes import Hashes, read_hashes, sha256
-from vllm_r3.series.patchfile import Patch, parse_patch, slug
+from vllm_r3.series.parsing import parse_patch
+from vllm_r3.series.patchfile import Patch, slug
 from vllm_r3.series.pin import TARGETS, Pin
 
 REASONS = ("temporary", "permanent")

@@ -9,7 +9,8 @@ from lab import SOURCES, Lab
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series.folder import apply_patch
-from vllm_r3.series.patchfile import NO_BLOB, parse_patch, slug, split_lines
+from vllm_r3.series.parsing import NO_BLOB, parse_patch
+from vllm_r3.series.patchfile import slug, split_lines
 
 FIRST = "moe_index_captured_rows_by_layer.patch"
 
