@@ -19,6 +19,10 @@ from vllm_r3.errors import R3Error
 COMMANDS = (
     "series",
     "wheel",
+    "verify",
+    "compare",
+    "inspect",
+    "replay",
 )
 
 
