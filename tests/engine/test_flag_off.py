@@ -1,0 +1,135 @@
+"""Without the flag the patched server is the stock one: same tokens, same log-probabilities
+to the last digit, same fields.
+
+Both run from the pinned wheel's binaries on this machine, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import seeded_prompts
+
+from vllm_r3.series.folder import read_series
+from vllm_r3.series.source import pinned_wheel
+from vllm_r3.server import Server
+
+ENV = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OPTIONS = (
+    *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--seed", "0"),
+    *("--block-size", "16", "--max-model-len", "256", "--max-num-batched-tokens", "64"),
+)
+VARYING = ("id", "request_id", "system_fingerprint", "created")
+
+
+def steady(answer: Any) -> Any:
+    """The answer without ids and times, which differ between any two runs."""
+    if isinstance(answer, list):
+        return [steady(item) for item in answer]
+    if isinstance(answer, dict):
+        return {k: None if k in VARYING else steady(v) for k, v in answer.items()}
+    return answer
+
+
+def joined(chunks: list[dict]) -> dict:
+    """A stream's fields and what they add up to: a slow reader gets fewer, longer chunks."""
+    choices = [c for chunk in chunks for c in chunk["choices"]]
+    texts = [c.get("text") or (c.get("delta") or {}).get("content") or "" for c in choices]
+    return {
+        "text": "".join(texts),
+        "token_ids": [t for c in choices for t in c.get("token_ids") or []],
+        "fields": sorted({k for chunk in chunks for k in chunk}),
+        "choice fields": sorted({k for c in choices for k in c}),
+        "last": steady(chunks[-1]),
+    }
+
+
+def read(body: bytes) -> Any:
+    """The comparable part of a JSON or an event-stream answer."""
+    if not body.startswith(b"data: "):
+        return steady(json.loads(body))
+    events = [line[6:] for line in body.splitlines() if line.startswith(b"data: ")]
+    assert events[-1] == b"[DONE]"
+    return joined([json.loads(event) for event in events[:-1]])
+
+
+def generate(prompt: list[int], **sampling: object) -> tuple[str, dict]:
+    params = {"temperature": 0.0, "max_tokens": 40, "logprobs": 5} | sampling
+    return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": params}
+
+
+def completion(prompt: list[int], **fields: object) -> tuple[str, dict]:
+    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 30, "logprobs": 3}
+    return "/v1/completions", body | fields
+
+
+def chat(text: str, **fields: object) -> tuple[str, dict]:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_completion_tokens": 30,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    return "/v1/chat/completions", body | fields
+
+
+def questions() -> list[tuple[str, dict]]:
+    short, long, edge = seeded_prompts(81, [9, 150, 32])
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    path, body = generate(edge)
+    return [
+        *(generate(p) for p in (short, long, edge, long)),
+        generate(short, temperature=0.9, seed=5),
+        generate(short, stop=["e"], min_tokens=3),
+        (path, body | streamed),
+        completion(long, return_token_ids=True),
+        completion(long, echo=True),
+        completion([short, edge], n=2, temperature=0.7, seed=6),
+        completion(edge, **streamed),
+        chat("Which experts?", return_token_ids=True),
+        chat("Which experts?", **streamed),
+    ]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pinned CPU wheel, unpacked and unpatched."""
+    folder = tmp_path_factory.mktemp("stock")
+    with zipfile.ZipFile(pinned_wheel(read_series(None).pin, "cpu")) as wheel:
+        wheel.extractall(folder, [n for n in wheel.namelist() if n.startswith("vllm/")])
+    assert not (folder / "vllm" / "v1" / "routed_experts.py").exists()
+    return folder
+
+
+def answers(model: Path, log: Path, **env: str) -> list[Any]:
+    """Ask one server all questions, in order."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    found = []
+    with Server(model, *OPTIONS, log_path=log, vllm=command, env=ENV | env) as server:
+        for path, body in questions():
+            status, answer = server.request("POST", path, body)
+            assert status == 200, answer
+            found.append(read(answer))
+    return found
+
+
+def test_answers_without_the_flag_equal_the_unpatched_wheels(models, stock, tmp_path):
+    ours = answers(models("moe"), tmp_path / "ours.log")
+    theirs = answers(models("moe"), tmp_path / "stock.log", PYTHONPATH=str(stock))
+    assert len(ours) == len(questions())
+    for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        assert our == their, f"question {number}: {questions()[number]}"
+    assert sorted(ours[0]) == ["choices", "kv_transfer_params", "prompt_logprobs", "request_id"]
+    assert sorted(ours[0]["choices"][0]) == ["finish_reason", "index", "logprobs", "token_ids"]
