@@ -10,6 +10,8 @@ PIN=$ROOT/patches/v0.21.0
 TOOL=$BUILD/tool
 STEP=0
 STEPS=0
+CHECKING= # set: a failed step is kept in FAILED and the next one runs
+FAILED=()
 START=$SECONDS
 AS_OF=2026-05-25 # the locks know nothing newer than this
 
@@ -53,7 +55,8 @@ step() {
   else
     say "failed after $((SECONDS - begin)) s; the end of $log:"
     tail -n 25 "$log" >&2
-    die "step '$what' failed; mend the cause above and run the same command again"
+    [[ $CHECKING ]] || die "step '$what' failed; mend the cause above and run the same command again"
+    FAILED+=("$what")
   fi
 }
 
@@ -277,6 +280,7 @@ cmd_test() {
   test_needs_step "$BUILD/venv"
   local bin=$BUILD/venv/bin
   cd "$ROOT"
+  CHECKING=1
   step lint "ruff check" "$bin/ruff" check vllm_r3 tests
   step format "ruff format --check" "$bin/ruff" format --check vllm_r3 tests
   step verify "vllm-r3 series verify" "$bin/vllm-r3" series verify --python "$bin/python"
@@ -287,7 +291,8 @@ cmd_test() {
     [[ ! -d tests/engine ]] || set -- "$@" tests/engine
   fi
   say "environment ready after $((SECONDS - START)) s; the tests:"
-  exec "$bin/python" -m pytest "$@"
+  "$bin/python" -m pytest "$@" || FAILED+=("pytest")
+  ((${#FAILED[@]} == 0)) || die "failed: $(IFS=,; echo "${FAILED[*]}")"
 }
 
 cmd_lock() {

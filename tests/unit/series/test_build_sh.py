@@ -114,6 +114,13 @@ def test_step_stops_at_its_first_failing_command(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_failed_check_is_kept_and_the_next_one_runs(tmp_path: Path) -> None:
+    body = f"BUILD={tmp_path}\nSTEPS=2\nCHECKING=1\nstep x one false\nstep y two true\n"
+    done = sourced(body + 'echo "${FAILED[*]}"\n')
+    assert (done.returncode, done.stdout) == (0, "one\n")
+    assert "[2/2] two … (" in done.stderr
+
+
 def test_step_shows_the_end_of_its_log(tmp_path: Path) -> None:
     body = f'BUILD={tmp_path}\nbad() {{ seq 1000 1040; return 3; }}\nstep x "the step" bad\n'
     lines = sourced(body).stderr.splitlines()
