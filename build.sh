@@ -275,8 +275,9 @@ cmd_demo() {
 }
 
 cmd_test() {
-  STEPS=9
+  STEPS=10
   build_venv "$BUILD/venv" cpu
+  step fetch-cuda "the pinned wheel for cuda, which the series must fit too" fetch_wheel cuda
   test_needs_step "$BUILD/venv"
   local bin=$BUILD/venv/bin
   cd "$ROOT"

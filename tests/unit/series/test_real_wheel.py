@@ -26,7 +26,7 @@ def series() -> Series:
 
 
 def wheel_of(series: Series, target: str) -> Path:
-    """The wheel from the cache; `build.sh test` fetches that for the CPU."""
+    """The wheel from the cache; `build.sh test` fetches both."""
     try:
         return pinned_wheel(series.pin, target, fetch=False)
     except R3Error as error:
