@@ -48,6 +48,14 @@ def test_sixteen_requests_at_once(running, fresh):
     running.check(prompts, max_tokens=40)
 
 
+def test_128_requests_with_shared_prefixes_in_chunks_lose_no_row(running, fresh):
+    heads = seeded_prompts(36, [50, 64, 70, 100])
+    tails = seeded_prompts(37, [1 + i % 23 for i in range(128)])
+    prompts = [heads[i % 4] + tail for i, tail in enumerate(tails)]
+    outputs = running.check(prompts, max_tokens=6)
+    assert sum(o.num_cached_tokens > 0 for o in outputs) > 90
+
+
 def test_second_turn_continues_on_generated_blocks(running, fresh):
     (prompt,) = seeded_prompts(12, [50])
     (first,) = running.check([prompt], max_tokens=40)
@@ -235,6 +243,14 @@ def test_abort_during_chunked_prefill(running, fresh):
     llm_engine.abort_request(["half"])
     (output,) = running.check([prompt])
     assert output.num_cached_tokens == 80
+
+
+def test_rows_after_the_weights_were_loaded_again(running, fresh):
+    (prompt,) = seeded_prompts(38, [40])
+    running.check([prompt])
+    running.llm.collective_rpc("reload_weights")
+    assert running.llm.reset_prefix_cache()
+    running.check([prompt])
 
 
 def test_ten_thousand_short_prompts_do_not_grow_memory(running, fresh):
