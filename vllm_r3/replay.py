@@ -111,7 +111,7 @@ class ReplayReport:
                     "mean_kl": side.kl,
                     "max_abs_delta": side.largest,
                     "mean_abs_delta": side.mean,
-                    "by_position": side.by_position().tolist(),
+                    "by_position": [float(f"{value:.4g}") for value in side.by_position()],
                 }
                 for name, side in sides.items()
             },

@@ -85,7 +85,6 @@ class Facts:
     max_tokens: int
     max_differing: float
     first: Reply | None = None
-    generated: list[int] = field(default_factory=list)
     rows: np.ndarray | None = None
     real: bool = False
     shape: RouteShape = RouteShape()
@@ -136,9 +135,11 @@ def verify_server(
         timeout: seconds for one request.
 
     Raises:
-        R3Error: nothing answers there.
+        R3Error: nothing answers there, or SGLang does, which has a contract of its own.
     """
     target = connect(url, timeout)
+    if target.kind == "sglang":
+        raise R3Error(f"{url}: expected a vLLM server, got SGLang {target.version}: use compare")
     facts = Facts(target, target.prompt(prompt_tokens, max_tokens), max_tokens, max_differing)
     facts.shape = target.shape
     report = ServerReport(target.http.url, target.version)
@@ -173,7 +174,6 @@ def check_info(facts: Facts) -> None:
 def check_generate(facts: Facts) -> None:
     facts.first = facts.target.generate(facts.tokens, facts.max_tokens)
     facts.rows = facts.read(facts.first)
-    facts.generated = facts.first.body["choices"][0]["token_ids"]
 
 
 def check_values(facts: Facts) -> None:

@@ -114,3 +114,9 @@ def test_an_address_without_a_server_is_an_error() -> None:
         R3Error, match=r"^http://127\.0\.0\.1:9/routed_experts/info: expected a server, got "
     ):
         verify_server("127.0.0.1:9", timeout=2)
+
+
+def test_an_sglang_server_is_refused_by_name() -> None:
+    message = r"^http://\S+: expected a vLLM server, got SGLang 0\.5\.23: use compare$"
+    with pytest.raises(R3Error, match=message):
+        verify("sglang")
