@@ -19,6 +19,7 @@ from vllm_r3.errors import R3Error
 COMMANDS = (
     "series",
     "wheel",
+    "demo",
     "verify",
     "compare",
     "inspect",
