@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_r3.routes.rules import RoutesError
+from vllm_r3.routes.fields import RoutesError, integer, integers, mapping, objects, text
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class RawChoice:
     start: int | None = None
     num_prompt: int | None = None
     num_generated: int | None = None
-    prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     spans: list[tuple[str, int, int]] | None = None
@@ -66,19 +65,18 @@ def read_answer(answer: Any, request: str | None = None) -> RawAnswer:
     """
     if isinstance(answer, list):
         return _read_sglang(answer, request)
+    name = request or "answer"
     if not isinstance(answer, Mapping):
-        raise RoutesError(
-            f"{request or 'answer'}: expected a JSON object, got {type(answer).__name__}"
-        )
+        raise RoutesError(f"{name}: expected a JSON object, got {type(answer).__name__}")
     if "meta_info" in answer:
         return _read_sglang([answer], request)
-    name = request or answer.get("request_id") or answer.get("id") or "answer"
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
+    name = request or text(answer, "request_id", name) or text(answer, "id", name) or name
+    choices = objects(answer, "choices", name)
+    if not choices:
         raise RoutesError(f"{name}: expected an answer with choices, got {_problem(answer)}")
-    return RawAnswer(
-        name, [_vllm_choice(answer, choice, len(choices)) for choice in choices], _meta(answer)
-    )
+    meta = mapping(answer, "routed_experts_meta", name) or None
+    read = [_vllm_choice(answer, meta or {}, choice, len(choices), name) for choice in choices]
+    return RawAnswer(name, read, meta)
 
 
 def _problem(answer: Mapping[str, Any]) -> str:
@@ -87,50 +85,59 @@ def _problem(answer: Mapping[str, Any]) -> str:
     return f"the error {message!r}" if message else f"the fields {sorted(answer)}"
 
 
-def _meta(answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    meta = answer.get("routed_experts_meta")
-    return meta if isinstance(meta, Mapping) else None
-
-
 def _vllm_choice(
-    answer: Mapping[str, Any], choice: Mapping[str, Any], num_choices: int
+    answer: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    choice: Mapping[str, Any],
+    num_choices: int,
+    name: str,
 ) -> RawChoice:
-    meta = _meta(answer) or {}
+    index = integer(choice, "index", name) or 0
+    where = f"request {name}, choice {index}"
     prompt = choice.get("prompt_routed_experts")
     prompt = answer.get("prompt_routed_experts") if prompt is None else prompt
     generated = choice.get("routed_experts")
-    layout = meta.get("layout") or ("split" if prompt is not None else None)
-    extension = _sglang_extension(answer, choice)
-    if prompt is None and generated is None and extension is not None:
-        generated, layout = extension, "full"
-    usage = answer.get("usage") or {}
-    prompt_ids = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
-    token_ids = choice.get("token_ids")
-    alone = num_choices == 1
+    layout = text(meta, "layout", where) or ("split" if prompt is not None else None)
+    if prompt is None and generated is None:
+        generated = _sglang_extension(answer, choice, index, where)
+        layout = layout if generated is None else "full"
+    num_prompt, num_generated = _token_counts(answer, choice, num_choices, where)
     return RawChoice(
-        index=int(choice.get("index", 0)),
+        index=index,
         prompt=prompt,
         generated=generated,
         layout=layout,
-        start=meta.get("start"),
-        num_prompt=len(prompt_ids)
-        if prompt_ids
-        else (usage.get("prompt_tokens") if alone else None),
-        num_generated=len(token_ids)
-        if token_ids is not None
-        else (usage.get("completion_tokens") if alone else None),
-        prompt_token_ids=prompt_ids,
-        token_ids=token_ids,
+        start=integer(meta, "start", where),
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        token_ids=integers(choice, "token_ids", where),
         finish_reason=_reason(choice.get("finish_reason")),
-        spans=_spans(choice.get("weight_versions"), answer.get("weight_version")),
+        spans=_spans(choice, answer, where),
     )
 
 
-def _sglang_extension(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Any:
+def _token_counts(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], num_choices: int, where: str
+) -> tuple[int | None, int | None]:
+    """P and G as the answer says them; its usage counts only where there is one choice."""
+    prompt = integers(choice, "prompt_token_ids", where) or integers(
+        answer, "prompt_token_ids", where
+    )
+    generated = integers(choice, "token_ids", where)
+    usage = mapping(answer, "usage", where) if num_choices == 1 else {}
+    num_prompt = len(prompt) if prompt else integer(usage, "prompt_tokens", where)
+    if generated is not None:
+        return num_prompt, len(generated)
+    return num_prompt, integer(usage, "completion_tokens", where)
+
+
+def _sglang_extension(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], index: int, where: str
+) -> Any:
     for holder in (choice, answer):
         for name in ("sglext", "sgl_ext"):
-            rows = (holder.get(name) or {}).get("routed_experts")
-            if rows is not None and (holder is choice or int(choice.get("index", 0)) == 0):
+            rows = mapping(holder, name, where).get("routed_experts")
+            if rows is not None and (holder is choice or index == 0):
                 return rows
     return None
 
@@ -138,37 +145,51 @@ def _sglang_extension(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> A
 def _read_sglang(bodies: list[Any], request: str | None) -> RawAnswer:
     choices = []
     for index, body in enumerate(bodies):
-        meta = body.get("meta_info") if isinstance(body, Mapping) else None
-        if not isinstance(meta, Mapping):
+        name = request or "answer"
+        if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
             raise RoutesError(
-                f"{request or 'answer'}: expected meta_info in part {index}, got "
-                f"{type(body).__name__}"
+                f"{name}: expected meta_info in part {index}, got {type(body).__name__}"
             )
-        request = request or meta.get("id")
-        choices.append(_sglang_choice(index, body, meta))
+        request = request or text(body["meta_info"], "id", name)
+        choices.append(_sglang_choice(index, body, body["meta_info"], request or name))
+    if not choices:
+        raise RoutesError(f"{request or 'answer'}: expected at least one part, got an empty list")
     return RawAnswer(request or "answer", choices)
 
 
-def _sglang_choice(index: int, body: Mapping[str, Any], meta: Mapping[str, Any]) -> RawChoice:
-    token_ids = body.get("output_ids")
+def _sglang_choice(
+    index: int, body: Mapping[str, Any], meta: Mapping[str, Any], name: str
+) -> RawChoice:
+    where = f"request {name}, choice {index}"
+    token_ids = integers(body, "output_ids", where)
+    counted = integer(meta, "completion_tokens", where)
     return RawChoice(
         index=index,
         generated=meta.get("routed_experts"),
         layout="full",
-        start=meta.get("routed_experts_start_len"),
-        num_prompt=meta.get("prompt_tokens"),
-        num_generated=len(token_ids) if token_ids is not None else meta.get("completion_tokens"),
+        start=integer(meta, "routed_experts_start_len", where),
+        num_prompt=integer(meta, "prompt_tokens", where),
+        num_generated=len(token_ids) if token_ids is not None else counted,
         token_ids=token_ids,
         finish_reason=_reason(meta.get("finish_reason")),
-        spans=_spans(meta.get("weight_versions"), meta.get("weight_version")),
+        spans=_spans(meta, meta, where),
     )
 
 
 def _reason(value: Any) -> str | None:
-    return value.get("type") if isinstance(value, Mapping) else value
+    value = value.get("type") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else None
 
 
-def _spans(spans: Any, single: Any) -> list[tuple[str, int, int]] | None:
-    if isinstance(spans, list) and spans and all(isinstance(span, Mapping) for span in spans):
-        return [(str(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
-    return None if single is None else [(str(single), 0, -1)]
+def _spans(
+    choice: Mapping[str, Any], answer: Mapping[str, Any], where: str
+) -> list[tuple[str, int, int]] | None:
+    """Weight versions: spans over generated tokens, or one for the whole answer."""
+    found = []
+    for span in objects(choice, "weight_versions", where):
+        first, end = integer(span, "start", where), integer(span, "end", where)
+        if first is None or end is None or "version" not in span:
+            raise RoutesError(f"{where}: expected weight_versions with version, start and end")
+        found.append((str(span["version"]), first, end))
+    single = answer.get("weight_version")
+    return found or (None if single is None else [(str(single), 0, -1)])

@@ -13,14 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from vllm_r3.errors import R3Error
+from vllm_r3.routes.fields import RoutesError, integer, integers
 
 UINT8_MAX_EXPERTS = 256
 MAX_EXPERTS = np.iinfo(np.int16).max + 1
-
-
-class RoutesError(R3Error):
-    """Rows that are missing, misshapen or impossible; says where, what was expected and found."""
+MAX_SIDE = 1 << 20
 
 
 def dtype_for(num_experts: int) -> np.dtype:
@@ -47,6 +44,10 @@ class RouteShape:
     moe_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("num_layers", "top_k", "num_experts"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= MAX_SIDE:
+                raise RoutesError(f"{name} must be in [1, {MAX_SIDE}], got {value}")
         if self.moe_layers is not None:
             object.__setattr__(self, "moe_layers", tuple(int(layer) for layer in self.moe_layers))
             if self.num_layers is not None and any(
@@ -60,11 +61,11 @@ class RouteShape:
     def from_meta(cls, meta: Mapping[str, Any] | None) -> RouteShape:
         """Read `routed_experts_meta` of an answer, or the body of `/routed_experts/info`."""
         meta = meta or {}
-        moe_layers = meta.get("moe_layers")
+        moe_layers = integers(meta, "moe_layers", "routed_experts_meta")
         return cls(
-            num_layers=meta.get("num_layers"),
-            top_k=meta.get("top_k"),
-            num_experts=meta.get("num_experts"),
+            num_layers=integer(meta, "num_layers", "routed_experts_meta"),
+            top_k=integer(meta, "top_k", "routed_experts_meta"),
+            num_experts=integer(meta, "num_experts", "routed_experts_meta"),
             moe_layers=None if moe_layers is None else tuple(moe_layers),
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_r3.routes.rules import RoutesError
+from vllm_r3.routes.fields import RoutesError, integer, integers, objects
 
 CHOICE_FIELDS = (
     "routed_experts",
@@ -45,12 +45,17 @@ def collect_stream(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     seen = 0
     for chunk in chunks:
         seen += 1
+        if not isinstance(chunk, Mapping):
+            raise RoutesError(
+                f"stream: expected chunks of JSON objects, got {type(chunk).__name__}"
+            )
         if "meta_info" in chunk:
             answer = dict(chunk)
             continue
         _take(answer, chunk, TOP_FIELDS)
-        for part in chunk.get("choices") or []:
-            _grow(choices.setdefault(int(part.get("index", 0)), {}), part)
+        for part in objects(chunk, "choices", "stream"):
+            index = integer(part, "index", "stream") or 0
+            _grow(choices.setdefault(index, {"index": index}), part)
     if "meta_info" in answer:
         return answer
     return _finished(answer, choices, seen)
@@ -81,7 +86,7 @@ def _take(target: dict[str, Any], source: Mapping[str, Any], names: tuple[str, .
 
 
 def _grow(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
-    choice["index"] = int(part.get("index", 0))
     _take(choice, part, CHOICE_FIELDS)
-    if part.get("token_ids") is not None:
-        choice.setdefault("token_ids", []).extend(part["token_ids"])
+    token_ids = integers(part, "token_ids", "stream")
+    if token_ids is not None:
+        choice.setdefault("token_ids", []).extend(token_ids)
