@@ -26,9 +26,11 @@ from vllm_r3.errors import R3Error
 
 HOST = "127.0.0.1"
 SHOWN_LINES = 15
+FOLLOWING = 2  # lines of a message after its first
 STOP_S = 20.0
 
 _ERROR = re.compile(r" ERROR |^(\(.*?\) )?(\w+\.)*\w*(Error|Exception|Exit)\b.*:|: error: ")
+_RECORD = re.compile(r" (DEBUG|INFO|WARNING|ERROR) \d|^(\(.*?\) )?(Traceback| +File )")
 _FRAME = re.compile(r"\] +(File |\^+|raise |return )|\] {4,}\S|Traceback \(|\] *$")
 
 Progress = Callable[[str], None]
@@ -57,11 +59,18 @@ def require_free(port: int) -> None:
 def reasons(log: str) -> list[str]:
     """The lines of a vLLM log that tell what went wrong, oldest first, without repeats.
 
-    Log records of level ERROR and the last line of each traceback; all lines if there are none.
+    Log records of level ERROR, the last line of each traceback and what its message goes on with;
+    all lines if there are none.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR.search(line) and not _FRAME.search(line)]
-    return list(dict.fromkeys(errors or lines))[-SHOWN_LINES:]
+    told: list[str] = []
+    follows = 0
+    for line in lines:
+        is_error = bool(_ERROR.search(line)) and not _FRAME.search(line)
+        if is_error or (follows and not _RECORD.search(line)):
+            told.append(line)
+        follows = FOLLOWING if is_error else max(follows - 1, 0)
+    return list(dict.fromkeys(told or lines))[-SHOWN_LINES:]
 
 
 class Server:
@@ -206,6 +215,11 @@ class Server:
         if status != 200:
             raise R3Error(f"{method} {path}: expected 200, got {status}: {answer.decode()[:500]}")
         return json.loads(answer)
+
+    @property
+    def url(self) -> str:
+        """Base address, without a slash at its end."""
+        return f"http://{HOST}:{self.port}"
 
     @property
     def pid(self) -> int:

@@ -34,6 +34,8 @@ ENGINE_OPTIONS = (
     *("--seed", "0"),
 )
 
+TIMES = ("cold", "again")
+
 Step = Callable[[str], None]
 
 
@@ -87,44 +89,46 @@ def _note(text: str) -> None:
 
 
 def demo(kind: str, directory: Path, port: int | None = None) -> int:
-    """Make the model, serve it, ask twice, compare. Raises R3Error where a step fails."""
-    step = _steps(6)
+    """Make the model, serve it, ask twice, compare, replay. Raises R3Error where a step fails."""
+    step = _steps(7)
     step(f"write the tiny model {kind!r}")
     _quiet_transformers()
+    from vllm_r3.replay import replay
     from vllm_r3.server import Server
     from vllm_r3.tiny import write_model
 
     model = write_model(kind, directory / "model")
     prompt = _token_ids(model)
     step("start vllm serve --enable-return-routed-experts on the loopback")
-    server = Server(
-        model,
-        *ENGINE_OPTIONS,
-        log_path=directory / "server.log",
-        port=port,
-        env=ENGINE_ENV,
-        progress=_note,
-    )
+    log = directory / "server.log"
+    server = Server(model, *ENGINE_OPTIONS, log_path=log, port=port, env=ENGINE_ENV, progress=_note)
     with server:
         info = server.ask("/routed_experts/info")
         step(f"ask for {MAX_TOKENS} tokens after {len(prompt)}, twice: cold, then cached prompt")
         answers = {name: server.ask("/inference/v1/generate", _body(prompt)) for name in TIMES}
         cached = _cached_tokens(server)
-    step("server stopped; read the rows")
-    rows = {name: _read(answer, info, len(prompt)) for name, answer in answers.items()}
-    _show(answers["cold"], *rows["cold"])
+        rows = {name: _read(answer, info, len(prompt)) for name, answer in answers.items()}
+        _show(answers["cold"], *rows["cold"])
+        step("sample more texts and replay their rows in transformers")
+        report = replay(str(model), server.url, dtype="float32", texts=4)
+        step("stop the server")
     step("run the same tokens through the float32 oracle")
     cells = {name: _compare(model, prompt, answers[name], *rows[name], info) for name in TIMES}
-    if not cached:
-        raise R3Error("the second request: expected a prefix-cache hit, the server counted none")
-    step("done")
+    step("report")
     for name, (count, of) in cells.items():
         print(f"{name:<6} {count} rows, {of} cells (token, layer): all agree with the oracle")
     print(f"cached {cached} prompt tokens of the second request came from the prefix cache")
+    print("\n".join(report.lines()))
+    return _verdict(cached, report.passed)
+
+
+def _verdict(cached: int, replayed: bool) -> int:
+    """0, or R3Error where all rows agree but the demo does not show what it should."""
+    if not cached:
+        raise R3Error("the second request: expected a prefix-cache hit, the server counted none")
+    if not replayed:
+        raise R3Error("replay: expected no larger mismatch than with the trainer's own routing")
     return 0
-
-
-TIMES = ("cold", "again")
 
 
 def _quiet_transformers() -> None:

@@ -149,16 +149,19 @@ LOG = """\
 (Worker pid=5) ERROR 11-30 21:02:44 [executor.py:9]              ^^^^^^^^^^^
 (Worker pid=5) ERROR 11-30 21:02:44 [executor.py:9] RuntimeError: no driver
 (APIServer pid=1) WARNING 11-30 21:02:45 [x.py:1] errors like `OSError: [Errno 24]`
-(APIServer pid=1) ValueError: Engine core failed.
+(APIServer pid=1) ValidationError: 1 validation error for VllmConfig
+(APIServer pid=1)   Value error, the dense model is refused
+(APIServer pid=1) INFO 11-30 21:02:46 [x.py:2] good bye
 vllm: error: unrecognized arguments: --bogus
 """
 
 
-def test_reasons_are_error_records_and_the_end_of_each_traceback():
+def test_reasons_are_error_records_and_the_message_of_each_traceback():
     assert reasons(LOG) == [
         "(Worker pid=5) ERROR 11-30 21:02:44 [executor.py:9] WorkerProc hit an exception.",
         "(Worker pid=5) ERROR 11-30 21:02:44 [executor.py:9] RuntimeError: no driver",
-        "(APIServer pid=1) ValueError: Engine core failed.",
+        "(APIServer pid=1) ValidationError: 1 validation error for VllmConfig",
+        "(APIServer pid=1)   Value error, the dense model is refused",
         "vllm: error: unrecognized arguments: --bogus",
     ]
 
