@@ -14,6 +14,7 @@ import argparse
 import base64
 import io
 import json
+import os
 import platform
 import statistics
 import time
@@ -112,6 +113,7 @@ def main() -> None:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "machine": platform.machine(),
+        "load_average": os.getloadavg()[0],
         "results": measure(rows, args.experts, args.runs),
     }
     text = json.dumps(result, indent=1)

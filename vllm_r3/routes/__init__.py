@@ -1,4 +1,13 @@
-"""Routed experts for trainers: decode answers, merge segments, grow rollouts. Needs numpy only."""
+"""Routed experts for trainers: decode answers, merge segments, grow rollouts. Needs numpy only.
+
+fields, rules   typed JSON fields; dtype rule, what is known of a model, the error type
+blob            one field to an array: npy, headerless int32, lists (base64_numpy: without pybase64)
+forms           where each server puts what
+merge           segments to one array, counts and ids checked
+decode          an answer to the rows of its choices
+stream          chunks to an answer
+rollout         turns, aborts and resumes to the trainer's array
+"""
 
 from vllm_r3.routes.decode import ChoiceRoutes, decode_answer, decode_choice
 from vllm_r3.routes.merge import Count

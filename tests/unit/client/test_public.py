@@ -1,0 +1,47 @@
+"""The client's public names and what importing it costs; adding one is a decision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import vllm_r3.routes
+
+HEAVY = ("torch", "transformers", "vllm", "matplotlib", "httpx", "requests", "megatron")
+
+
+def test_public_names_are_these() -> None:
+    assert sorted(vllm_r3.routes.__all__) == [
+        "ChoiceRoutes",
+        "Count",
+        "RolloutRoutes",
+        "RouteShape",
+        "RoutesError",
+        "Turn",
+        "collect_stream",
+        "decode_answer",
+        "decode_choice",
+        "dtype_for",
+    ]
+    assert all(hasattr(vllm_r3.routes, name) for name in vllm_r3.routes.__all__)
+
+
+def imported(*modules: str) -> set[str]:
+    code = (
+        f"import sys, {', '.join(modules)}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(run.stdout.split())
+
+
+def test_the_client_imports_nothing_heavier_than_numpy() -> None:
+    modules = ("routes", "adapters.slime", "adapters.batch", "adapters.megatron")
+    checks = ("checks.server", "checks.compare", "checks.inspect", "checks.rollout", "replay")
+    found = imported(*(f"vllm_r3.{name}" for name in modules + checks))
+    assert "numpy" in found and not found & set(HEAVY)
+
+
+def test_the_command_line_starts_without_numpy() -> None:
+    names = ("verify", "compare", "inspect", "replay")
+    found = imported(*(f"vllm_r3.commands.{name}" for name in names))
+    assert not found & {*HEAVY, "numpy"}
