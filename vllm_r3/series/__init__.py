@@ -10,7 +10,7 @@ Layers, each importing only those above it:
     site, transaction, record     an installed vLLM
     stock, versions               its unpatched side, its version
     apply, status                 patch it, restore it, say what it is
-    findings, verify, prefixes    check the series
+    findings, verify, prefixes    check the series (import_probe runs on its own)
     placing, rebase               try it on another vLLM
 
 None of it imports vLLM, torch or numpy.

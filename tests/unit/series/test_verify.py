@@ -150,6 +150,21 @@ def test_prefix_that_does_not_import_is_found_though_the_whole_does(lab: Lab) ->
     assert import_all(lab) == ["early.patch: ModuleNotFoundError: No module named 'vllm.fourth'"]
 
 
+def test_import_that_ends_the_process_is_found(lab: Lab) -> None:
+    tree = lab.import_tree()
+    lab.commit(tree, "Dies", {"vllm/third.py": b"import os\nos._exit(3)\n"})
+    lab.commit(tree, "Lives", {"vllm/third.py": b"x = 3\n"})
+    lab.export(tree)
+    assert import_all(lab) == ["dies.patch: the import ended the process with status 768"]
+
+
+def test_prefix_sees_no_module_of_the_tooling(lab: Lab) -> None:
+    tree = lab.import_tree()
+    lab.commit(tree, "Asks", {"vllm/third.py": b"import patchfile\n"})
+    lab.export(tree)
+    assert import_all(lab) == ["asks.patch: ModuleNotFoundError: No module named 'patchfile'"]
+
+
 def test_interpreter_without_torch_cannot_import() -> None:
     assert can_import(Path("/bin/false")) is False
 
