@@ -32,14 +32,28 @@ class Verdict:
 def try_rebase(patches: list[Patch], sources: Mapping[str, bytes]) -> list[Verdict]:
     """Lay the patches, in order, over the Python files of another vLLM."""
     files: dict[str, bytes | None] = dict(sources)
-    return [_try_patch(patch, files) for patch in patches]
+    left_out: dict[str, str] = {}
+    verdicts = []
+    for patch in patches:
+        verdict = _try_patch(patch, files, left_out)
+        if verdict.kind == "conflict":
+            for change in patch.changes:
+                left_out.setdefault(change.path, patch.name)
+        verdicts.append(verdict)
+    return verdicts
 
 
-def _try_patch(patch: Patch, files: dict[str, bytes | None]) -> Verdict:
+def _try_patch(
+    patch: Patch, files: dict[str, bytes | None], left_out: Mapping[str, str]
+) -> Verdict:
+    """Lay one patch over `files`; `left_out` names by path the first patch that was left out."""
     placed = {c.path: place_change(c, files.get(c.path)) for c in patch.changes}
     for path, place in placed.items():
         if place.failed_hunk:
-            return Verdict(patch.name, "conflict", path, place.failed_hunk, place.why)
+            why = place.why
+            if path in left_out:
+                why += f" (and {left_out[path]}, which was left out, changes this file first)"
+            return Verdict(patch.name, "conflict", path, place.failed_hunk, why)
     files.update({path: place.data for path, place in placed.items()})
     moved = [(p, o) for p, place in placed.items() for o in place.offsets if o]
     if not moved:

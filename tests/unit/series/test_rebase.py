@@ -50,6 +50,9 @@ def test_patch_on_top_of_a_conflicting_one_is_reported_too(patched_lab: Lab) -> 
         ("conflict", "vllm/engine.py"),
         ("conflict", "vllm/r3/store.py"),
     ]
+    last = try_rebase(patched_lab.series().patches(), {**SOURCES, **other})[-1]
+    note = f"(and {FIRST}, which was left out, changes this file first)"
+    assert last.detail == f"the file is gone {note}"
 
 
 def test_file_that_is_gone_or_new_there_is_a_conflict(patched_lab: Lab) -> None:
