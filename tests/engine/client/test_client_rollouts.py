@@ -56,15 +56,24 @@ def test_three_turns_with_prefix_omission_are_the_oracles_rows(running: Running)
 
 
 def aborted_request(running: Running, tokens: list[int], max_tokens: int) -> Any:
-    """Start a long request, abort it on the server when it is under way, return its answer."""
-    answers: list[Any] = []
-    asking = threading.Thread(target=lambda: answers.append(running.generate(tokens, max_tokens)))
-    asking.start()
-    time.sleep(1.0)
-    running.post("/pause?mode=abort")
-    asking.join(timeout=60)
-    running.post("/resume")
-    return answers[0]
+    """Abort a long request on the server while it generates, and return its answer.
+
+    How long it generates depends on the machine, so the delay grows until some tokens have come.
+    """
+    for delay_s in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):
+        answers: list[Any] = []
+        asking = threading.Thread(
+            target=lambda into: into.append(running.generate(tokens, max_tokens)), args=(answers,)
+        )
+        asking.start()
+        time.sleep(delay_s)
+        running.post("/pause?mode=abort")
+        asking.join(timeout=60)
+        running.post("/resume")
+        choice = answers[0]["choices"][0]
+        if choice["finish_reason"] != "abort" or choice["token_ids"]:
+            return answers[0]
+    raise AssertionError("no token came within 1.6 s")
 
 
 def test_a_partial_rollout_is_resumed_without_a_doubled_row(running: Running) -> None:
