@@ -1,23 +1,78 @@
-"""One server for most serving tests; the few others start their own, one at a time."""
+"""The servers of the serving tests: few, and one at a time.
+
+Tests are ordered by the server they ask, so that each is started once; starting one stops
+the one before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kit import Kit, serving
 
+HERE = Path(__file__).parent
+SERVERS = ("kit", "flagged", "wide", "off")
+
+Start = Callable[..., Kit]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests of this folder by their server, keeping each one's order."""
+    ours = [i for i, item in enumerate(items) if item.path.parent == HERE]
+    ordered = sorted((items[i] for i in ours), key=_server_number)
+    for i, item in zip(ours, ordered, strict=True):
+        items[i] = item
+
+
+def _server_number(item: pytest.Item) -> int:
+    names = getattr(item, "fixturenames", ())
+    return next((n for n, name in enumerate(SERVERS) if name in names), len(SERVERS))
+
 
 @pytest.fixture(scope="session")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the servers' logs go."""
-    return tmp_path_factory.mktemp("logs")
+def start(
+    models: Callable, oracles: Callable, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Start]:
+    """Start a server on a tiny model and stop the one before."""
+    logs = tmp_path_factory.mktemp("logs")
+    with contextlib.ExitStack() as stack:
+
+        def start(kind: str, *options: str, experts: bool = True) -> Kit:
+            stack.close()
+            log = logs / f"{kind}-{len(list(logs.iterdir()))}.log"
+            run = serving(models(kind), oracles(kind), log, *options, experts=experts)
+            return stack.enter_context(run)
+
+        yield start
 
 
 @pytest.fixture(scope="session")
-def kit(models: Any, oracles: Any, logs: Path) -> Iterator[Kit]:
+def kit(start: Start) -> Kit:
     """A server with the flag on and everything else at its default."""
-    with serving(models("moe"), oracles("moe"), logs / "moe.log") as running:
-        yield running
+    return start("moe")
+
+
+@pytest.fixture(scope="session")
+def flagged(start: Start) -> Kit:
+    """Other defaults, dense layers between, a tool parser and a reasoning parser."""
+    return start(
+        "dense-between",
+        *("--routed-experts-encoding", "list", "--routed-experts-layout", "full"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--reasoning-parser", "granite"),
+    )
+
+
+@pytest.fixture(scope="session")
+def wide(start: Start) -> Kit:
+    """More than 256 experts."""
+    return start("wide")
+
+
+@pytest.fixture(scope="session")
+def off(start: Start) -> Kit:
+    """A server without the flag."""
+    return start("moe", experts=False)

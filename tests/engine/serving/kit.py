@@ -27,7 +27,7 @@ from vllm_r3.server import HOST, Server
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 ENDPOINTS = {"generate": GENERATE, "completions": COMPLETIONS, "chat": CHAT}
 END = 509  # the tokenizer's end of text
-MODEL_LEN = 256
+MODEL_LEN = 1024
 ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -125,9 +125,7 @@ class Kit:
             self.check_choice(answer, choice, prompt, where)
         return answer
 
-    def check_choice(
-        self, answer: Answer, choice: Choice, prompt: list[int], where: str
-    ) -> None:
+    def check_choice(self, answer: Answer, choice: Choice, prompt: list[int], where: str) -> None:
         """Compare one choice, whatever its layout and encoding."""
         meta = answer.meta
         assert meta is not None

@@ -16,9 +16,7 @@ all_endpoints = pytest.mark.parametrize("endpoint", ENDPOINTS)
 @all_endpoints
 @pytest.mark.parametrize("layout", ["split", "full"])
 def test_three_choices_are_all_answered_and_share_one_prompt(kit, endpoint, stream, layout):
-    body = request(
-        endpoint, PROMPT, n=3, temperature=1.0, seed=5, routed_experts_layout=layout
-    )
+    body = request(endpoint, PROMPT, n=3, temperature=1.0, seed=5, routed_experts_layout=layout)
     answer = kit.check(ENDPOINTS[endpoint], body, stream)
     assert sorted(answer.choices) == [0, 1, 2]
     assert len({tuple(c.tokens) for c in answer.choices.values()}) == 3
