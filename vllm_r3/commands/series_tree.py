@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from vllm_r3.commands.series_common import add_target, say
+from vllm_r3.commands.series_upstream import add_upstream, run_upstream
 
 
 def add_tree_verbs(verbs: argparse._SubParsersAction, common: argparse.ArgumentParser) -> None:
@@ -18,7 +19,9 @@ def add_tree_verbs(verbs: argparse._SubParsersAction, common: argparse.ArgumentP
     add_target(verb)
     verb.set_defaults(func=run_fetch)
     verb = verbs.add_parser("export", parents=[common], help="write the series from a git tree")
-    verb.add_argument("tree", type=Path, metavar="DIR", help="the tree that import made")
+    source = verb.add_mutually_exclusive_group(required=True)
+    source.add_argument("tree", type=Path, metavar="DIR", nargs="?", help="the tree of import")
+    add_upstream(verb, source)
     verb.add_argument("--base", default="r3-base", help="the base commit (default: r3-base)")
     verb.add_argument(
         "--check",
@@ -52,7 +55,9 @@ def run_import(args: argparse.Namespace) -> int:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Write or compare the series folder; list what changed."""
+    """Write or compare the series folder; list what changed. Or write it for upstream."""
+    if args.upstream:
+        return run_upstream(args)
     from vllm_r3.series.export import plan_export, write_export
     from vllm_r3.series.folder import default_folder
 
