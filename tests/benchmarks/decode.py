@@ -48,12 +48,15 @@ def answers(rows: np.ndarray, prompt: int) -> dict[str, dict[str, Any]]:
 def timed(call: Callable[[], object], runs: int) -> dict[str, float]:
     for _ in range(3):
         call()
-    spent = []
+    spent, cpu = [], []
     for _ in range(runs):
-        begin = time.perf_counter()
+        begin, begin_cpu = time.perf_counter(), time.process_time()
         call()
         spent.append((time.perf_counter() - begin) * 1e3)
-    return {"median_ms": statistics.median(spent), "min_ms": min(spent), "max_ms": max(spent)}
+        cpu.append((time.process_time() - begin_cpu) * 1e3)
+    found = {"median_ms": statistics.median(spent), "min_ms": min(spent), "max_ms": max(spent)}
+    found["cpu_median_ms"] = statistics.median(cpu)  # of use where other work shares the cores
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
@@ -78,7 +81,7 @@ def measure(rows: np.ndarray, experts: int, runs: int) -> list[dict[str, Any]]:
                 return decode_choice(answer, num_prompt=prompt).rows
 
             assert np.array_equal(call(), rows)
-            copies = peak_bytes(call) / rows.nbytes
+            copies = round(peak_bytes(call) / rows.nbytes, 3)
             found.append(
                 {
                     "decoder": decoder,
