@@ -23,11 +23,15 @@ usage: ./build.sh COMMAND
   test  [PYTEST ARGS]                  everything that runs without a GPU
   venv  [DIR] [--target cpu|cuda]      a patched environment (default: .build/venv)
   wheel [--target cpu|cuda] [--dest DIR]  the patched wheel (default: dist), its path printed last
+  bundle [--target cpu|cuda] [--dest DIR] [--part-size BYTES]
+                                       wheels and an installer for hosts without a network
+  image [ARGS]                         an image by docker/Dockerfile; ARGS go to docker build
   lock                                 resolve the dependency locks again, as of the release
   clean                                remove .build and dist
 
 The default target is cuda where an NVIDIA driver is present, else cpu (demo and test: always cpu).
-Environment: PYTHON (the interpreter), VLLM_R3_WHEEL (a pinned wheel that you have already).
+Environment: PYTHON (the interpreter), VLLM_R3_WHEEL (a pinned wheel that you have already),
+IMAGE_BUILDER (image: the command to use, by default "docker build").
 END
 }
 
@@ -64,6 +68,11 @@ key() { cat "$@" | sha256sum | cut -c1-64; }
 stamped() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 stamp() { printf '%s\n' "$2" >"$1.tmp" && mv -f "$1.tmp" "$1"; }
 vllm_r3() { PYTHONPATH=$ROOT "$TOOL/bin/python" -m vllm_r3 "$@"; }
+vllm_r3_ship() {
+  local module=$1
+  shift
+  PYTHONPATH=$ROOT "$TOOL/bin/python" -m "vllm_r3.ship.$module" "$@"
+}
 has_driver() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; }
 
 # --- the host ------------------------------------------------------------------------------------
@@ -188,13 +197,27 @@ own_sources() {
 }
 
 install_vllm() { # DIR FORM KEY
-  rm -rf "$1/.vllm-r3/vllm" "$BUILD/self"
+  rm -rf "$1/.vllm-r3/vllm"
   uv pip install --quiet --no-deps --no-cache --reinstall --python "$1/bin/python" "$WHEEL"
-  (cd "$ROOT" && "$TOOL/bin/python" -m hatchling build -t "$2" -d "$BUILD/self")
+  make_self "$2"
   uv pip install --quiet --no-deps --no-cache --reinstall --python "$1/bin/python" \
     "$BUILD"/self/*.whl
   uv pip check --python "$1/bin/python"
   stamp "$1/.vllm-r3/vllm" "$3"
+}
+
+make_self() { # FORM
+  rm -rf "$BUILD/self"
+  (cd "$ROOT" && "$TOOL/bin/python" -m hatchling build -t "$1" -d "$BUILD/self")
+}
+
+# fetch_locked TARGET: every wheel of its lock for this interpreter, and nothing else
+fetch_locked() {
+  rm -rf "$BUILD/locked-$1"
+  "$TOOL/bin/python" -m pip download --disable-pip-version-check --no-deps --require-hashes \
+    --only-binary=:all: --dest "$BUILD/locked-$1" -r "$PIN/locks/$1.txt"
+  "$TOOL/bin/python" -m pip download --disable-pip-version-check --no-deps --require-hashes \
+    --only-binary=:all: --dest "$BUILD/locked-$1/tool" -r "$PIN/locks/tool.txt"
 }
 
 install_test_needs() { # DIR KEY
@@ -264,6 +287,48 @@ cmd_wheel() {
   need_space "$BUILD" 2 "the wheel"
   wheel_steps "$TARGET" "$dest"
   echo "$WHEEL"
+}
+
+cmd_bundle() {
+  local dest=$ROOT/dist/bundle part=0
+  TARGET=
+  while (($#)); do
+    case $1 in
+      --target) want_value "$@"; TARGET=$2; shift ;;
+      --dest) want_value "$@"; dest=$(realpath -m "$2"); shift ;;
+      --part-size) want_value "$@"; part=$2; shift ;;
+      *) bad_usage "bundle does not take $1" ;;
+    esac
+    shift
+  done
+  choose_target
+  [[ $part =~ ^[0-9]+$ ]] || bad_usage "--part-size takes a number of bytes, got '$part'"
+  [[ -z $(ls -A "$dest" 2>/dev/null) ]] || die "$dest: expected a new or empty folder, found \
+files; choose another one" 2
+  STEPS=6
+  check_host
+  lock_build
+  need_space "$BUILD" "$([[ $TARGET == cpu ]] && echo 9 || echo 14)" "the bundle for $TARGET"
+  tool_step
+  wheel_steps "$TARGET" "$BUILD/wheels-patched"
+  step "deps-$TARGET" "the locked wheels for $TARGET and $("$PY" -V)" fetch_locked "$TARGET"
+  step self "vllm-r3 as a wheel" make_self wheel:standard
+  step bundle "the bundle in $dest" vllm_r3_ship bundle --target "$TARGET" --dest "$dest" \
+    --part-size "$part" --vllm "$WHEEL" --self "$BUILD"/self/*.whl --wheels "$BUILD/locked-$TARGET"
+  cat "$BUILD/logs/bundle.log" >&2
+  echo "$dest"
+}
+
+cmd_image() {
+  local labels
+  STEPS=1
+  check_host
+  lock_build
+  tool_step
+  unlock_build
+  labels=$(vllm_r3_ship labels)
+  # shellcheck disable=SC2086 # words on purpose: "docker build", and one argument a line
+  exec ${IMAGE_BUILDER:-docker build} $labels --file "$ROOT/docker/Dockerfile" "$@" "$ROOT"
 }
 
 cmd_demo() {
@@ -348,7 +413,7 @@ main() {
   local command=${1:-}
   (($# == 0)) || shift
   case $command in
-    demo | test | venv | wheel) "cmd_$command" "$@" ;;
+    demo | test | venv | wheel | bundle | image) "cmd_$command" "$@" ;;
     lock | clean)
       (($# == 0)) || bad_usage "$command takes no argument, got $1"
       "cmd_$command"
