@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,16 @@ def require_free(port: int) -> None:
                 f"{HOST}:{port}: expected a free port, found it in use ({error.strerror}); "
                 "stop what listens there or choose another port"
             ) from None
+
+
+def vllm_program() -> str:
+    """The `vllm` of this interpreter: beside it, or where the scripts of its packages go.
+
+    The two differ where the system's own Python holds vLLM, as in container images.
+    """
+    beside = Path(sys.executable).with_name("vllm")
+    scripts = Path(sysconfig.get_path("scripts")) / "vllm"
+    return str(scripts if scripts.exists() and not beside.exists() else beside)
 
 
 def reasons(log: str) -> list[str]:
@@ -104,7 +115,7 @@ class Server:
         self.port = free_port() if port is None else port
         self.log_path = log_path
         self._command = [
-            *(vllm or [str(Path(sys.executable).with_name("vllm"))]),
+            *(vllm or [vllm_program()]),
             *("serve", str(model_dir), "--host", HOST, "--port", str(self.port), *options),
         ]
         self._env = {**os.environ, **(env or {})}
