@@ -1,8 +1,8 @@
 """What returning routed experts costs the engine: throughput, step time, kernels.
 
 `python -m tests.benchmarks.engine --out DIR --sides off,on,off,on` starts one engine a
-side, one after the other, so that both sides meet the same drift of a shared machine;
-each measures several rounds, and medians with their spread go into DIR/engine.json and
+side, one after the other (`--gpus 2`: two at a time), so that both sides meet the same drift of
+a shared machine; each measures several rounds, and medians with their spread go into DIR/engine.json and
 a small table on stdout. A side is `off` (server flag off), `on` (flag on, every request
 returns its rows) or `unasked` (flag on, requests say return_routed_experts=False);
 `NAME@PATH` runs a side on another vLLM, found under PATH, such as the stock wheel.
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,12 @@ class Engine:
         self.round += 1
         rng = np.random.default_rng(self.round)
         prompts = [
-            dict(prompt_token_ids=rng.integers(0, self.vocabulary, prompt).tolist()) for _ in range(requests)
+            dict(prompt_token_ids=rng.integers(0, self.vocabulary, prompt).tolist())
+            for _ in range(requests)
         ]
-        params = SamplingParams(max_tokens=generated, ignore_eos=True, temperature=1.0, detokenize=False)
+        params = SamplingParams(
+            max_tokens=generated, ignore_eos=True, temperature=1.0, detokenize=False
+        )
         if self.side == "unasked":
             params.return_routed_experts = False
         begin = time.perf_counter()
@@ -110,10 +114,12 @@ class Engine:
         return (slow - fast) / (long - short) * 1e3
 
 
-def measure(side: str, shape: str, model: str, rounds: int, layers: int | None) -> dict[str, list[float]]:
+def measure(
+    side: str, shape: str, model: str, rounds: int, layers: int | None
+) -> dict[str, list[float]]:
     engine = Engine(side, shape, model, layers)
     requests, prompt, generated, batches = LOADS[shape]
-    engine.generate(min(requests, 64), prompt, 32)
+    engine.generate(requests, prompt, 32)
     result: dict[str, list[float]] = {}
     for _ in range(rounds):
         seconds = engine.generate(requests, prompt, generated)
@@ -170,8 +176,30 @@ def summarize(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def run_side(args: argparse.Namespace, number: int, side: str) -> None:
+    """Measure one side in a process of its own, on the GPU of its place in the wave."""
+    name, _, path = side.partition("@")
+    env = dict(os.environ)
+    if args.gpus > 1:
+        env["CUDA_VISIBLE_DEVICES"] = str(number % args.gpus)
+    if path:
+        env["PYTHONPATH"] = f"{path}:{env.get('PYTHONPATH', '')}"
+    if name.startswith("stock"):
+        env["R3_BENCH_SYNC"] = "1"
+    command = ["timeout", str(args.timeout), sys.executable, "-m", "tests.benchmarks.engine"]
+    command += ["--out", str(args.out), "--shape", args.shape, "--rounds", str(args.rounds)]
+    command += ["--one", name.rpartition("-")[2], "--number", str(number)]
+    command += ["--layers", str(args.layers)] if args.layers else []
+    command += ["--kernels"] if args.kernels else []
+    with open(args.out / f"{number}-{name}.log", "w") as log:
+        code = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
+    print(f"{name}: exit {code}, log {number}-{name}.log", file=sys.stderr, flush=True)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sides", default="off,on,off,on")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
@@ -179,40 +207,32 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="run with fewer layers")
     parser.add_argument("--kernels", action="store_true", help="count kernels instead of timing")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one side")
+    parser.add_argument("--gpus", type=int, default=1, help="sides that run at the same time")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     model = write_config(args.shape, args.out / f"model-{args.shape}")
     if args.one:
-        side = args.one.partition("@")[0]
         if args.kernels:
-            result: dict = count_kernels(side, args.shape, model, args.layers)
+            result: dict = count_kernels(args.one, args.shape, model, args.layers)
         else:
-            result = measure(side, args.shape, model, args.rounds, args.layers)
-        (args.out / "one.json").write_text(json.dumps(result))
+            result = measure(args.one, args.shape, model, args.rounds, args.layers)
+        (args.out / f"{args.number}.json").write_text(json.dumps(result))
         return 0
+    sides = args.sides.split(",")
+    with ThreadPoolExecutor(args.gpus) as pool:
+        # Sides in step on the GPUs: all of a wave meet the same drift.
+        for first in range(0, len(sides), args.gpus):
+            wave = list(enumerate(sides[first : first + args.gpus], first))
+            list(pool.map(lambda side: run_side(args, *side), wave))
     runs = []
-    for number, side in enumerate(args.sides.split(",")):
-        env = dict(os.environ)
-        name, _, path = side.partition("@")
-        if path:
-            env["PYTHONPATH"] = f"{path}:{env.get('PYTHONPATH', '')}"
-        if name == "stock-on":
-            env["R3_BENCH_SYNC"] = "1"
-        one = f"{'on' if name.endswith('on') else name}"
-        one = "off" if name.endswith("off") else one
-        with open(args.out / f"{number}-{name}.log", "w") as log:
-            code = subprocess.run(
-                ["timeout", str(args.timeout), sys.executable, "-m", "tests.benchmarks.engine", "--out", str(args.out),
-                 "--shape", args.shape, "--rounds", str(args.rounds), "--one", one]
-                + (["--layers", str(args.layers)] if args.layers else []) + (["--kernels"] if args.kernels else []),
-                env=env, stdout=log, stderr=subprocess.STDOUT,
-            ).returncode  # fmt: skip
-        if code:
-            print(f"{name}: exit {code}, see {number}-{name}.log", file=sys.stderr, flush=True)
-            continue
-        runs.append(dict(side=name, result=json.loads((args.out / "one.json").read_text())))
-        print(name, json.dumps(runs[-1]["result"]), file=sys.stderr, flush=True)
-        (args.out / ("kernels.json" if args.kernels else "engine.json")).write_text(json.dumps(runs, indent=1))
+    for number, side in enumerate(sides):
+        found = args.out / f"{number}.json"
+        if found.exists():
+            runs.append(dict(side=side.partition("@")[0], result=json.loads(found.read_text())))
+    (args.out / ("kernels.json" if args.kernels else "engine.json")).write_text(
+        json.dumps(runs, indent=1)
+    )
     print(summarize(runs))
     return 0
 
