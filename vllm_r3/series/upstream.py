@@ -3,22 +3,24 @@
     0001-<topic>.patch   [PATCH 1/N], the message without this project's trailers, a sign-off, the
                          change to vllm/, and the topic's own tests as new files in vLLM's tests/
 
-A topic's tests lie in `tests/<topic>/` of the series folder, laid out as in vLLM's repository.
-What only this project needs to know (why, how verified here) goes below the `---`, which git
-leaves out of the commit.
+Which tests those are says `tests.toml` of the series folder: for each topic, paths in vLLM's
+repository and the files of this checkout that go there. So a test has one home, where it runs with
+all others. What only this project needs to know (why, how verified here) goes below the `---`,
+which git leaves out of the commit.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series.folder import Series
 from vllm_r3.series.patchfile import Patch, blob_id, split_lines
+from vllm_r3.series.pin import read_toml
 
+INDEX = "tests.toml"
 SENDER = "Your Name <your.email@example.com>"
 NO_BLOB = "0" * 40
 HEAD = f"From {NO_BLOB} Mon Sep 17 00:00:00 2001\n"
@@ -41,15 +43,16 @@ def upstream_patches(series: Series, sender: str = SENDER) -> list[Sent]:
         sender: `Name <address>`, author and sign-off of every patch.
 
     Raises:
-        R3Error: the sender has another form, or a test file is misplaced or lacks its header.
+        R3Error: the sender has another form, or tests.toml does not fit.
     """
     if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+@[^<>\s]+>", sender):
         raise R3Error(f"--sign-off: expected 'Name <address>', got {sender!r}")
     patches = series.patches()
-    tests = {patch.name: topic_tests(series.folder, patch.name) for patch in patches}
-    _assert_once(series.folder, tests)
+    tests = read_tests(series)
     return [
-        _sent(patch, series.raw[patch.name], tests[patch.name], number, len(patches), sender)
+        _sent(
+            patch, series.raw[patch.name], tests.get(patch.name, {}), number, len(patches), sender
+        )
         for number, patch in enumerate(patches, 1)
     ]
 
@@ -63,32 +66,41 @@ def write_upstream(sent: list[Sent], dest: Path) -> None:
         (dest / patch.name).write_bytes(patch.data)
 
 
-def topic_tests(folder: Path, patch: str) -> dict[str, bytes]:
-    """Return the tests of a patch by their path in vLLM's repository, sorted.
+def read_tests(series: Series) -> dict[str, dict[str, bytes]]:
+    """Return the tests of each patch that has some, by their path in vLLM's repository, sorted.
 
     Raises:
-        R3Error: a file lies outside of tests/, or does not begin with vLLM's licence header.
+        R3Error: tests.toml names no patch, a file that is not there, or a place outside of tests/;
+            two patches bring one file; a file does not begin with vLLM's licence header.
     """
-    root = folder / "tests" / patch.removesuffix(".patch")
-    files = [p for p in sorted(root.rglob("*")) if p.is_file() and "__pycache__" not in p.parts]
-    found = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
-    for path, data in found.items():
-        if not path.startswith("tests/"):
-            raise R3Error(f"{root / path}: expected tests/..., as in vLLM's repository")
-        if data and path.endswith(".py") and not data.startswith(SPDX):
-            raise R3Error(f"{root / path}: expected vLLM's two SPDX lines at the top")
-    return found
-
-
-def _assert_once(folder: Path, tests: Mapping[str, Mapping[str, bytes]]) -> None:
-    known = {name.removesuffix(".patch") for name in tests}
-    stray = {p.name for p in (folder / "tests").glob("*") if p.is_dir()} - known - {"__pycache__"}
+    where = series.folder / INDEX
+    listed = read_toml(where) if where.exists() else {}
+    stray = sorted({f"{topic}.patch" for topic in listed} - set(series.order))
     if stray:
-        raise R3Error(f"{folder / 'tests'}: no patch is named like {', '.join(sorted(stray))}")
-    paths = [path for files in tests.values() for path in files]
+        raise R3Error(f"{where}: expected patches of the series, found {', '.join(stray)}")
+    paths = [path for files in listed.values() for path in files]
     twice = sorted({path for path in paths if paths.count(path) > 1})
     if twice:
-        raise R3Error(f"{folder / 'tests'}: two patches bring {', '.join(twice)}; name them apart")
+        raise R3Error(f"{where}: two patches bring {', '.join(twice)}; name them apart")
+    root = series.folder.parents[1]
+    return {
+        f"{topic}.patch": {
+            path: _read_test(root, where, path, files[path]) for path in sorted(files)
+        }
+        for topic, files in listed.items()
+    }
+
+
+def _read_test(root: Path, where: Path, path: str, source: str) -> bytes:
+    if not path.startswith("tests/"):
+        raise R3Error(f"{where}: expected tests/..., as in vLLM's repository, found {path}")
+    try:
+        data = (root / source).read_bytes()
+    except OSError as error:
+        raise R3Error(f"{where}: {root / source}: {error.strerror}; run in a checkout") from error
+    if data and path.endswith(".py") and not data.startswith(SPDX):
+        raise R3Error(f"{root / source}: expected vLLM's two SPDX lines at the top")
+    return data
 
 
 def _sent(

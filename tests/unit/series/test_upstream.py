@@ -15,7 +15,13 @@ from vllm_r3.series.folder import Series, read_series
 from vllm_r3.series.git import Git
 from vllm_r3.series.importing import commit_base
 from vllm_r3.series.source import pinned_wheel, python_files
-from vllm_r3.series.upstream import SENDER, Sent, upstream_patches, write_upstream
+from vllm_r3.series.upstream import (
+    SENDER,
+    Sent,
+    read_tests,
+    upstream_patches,
+    write_upstream,
+)
 
 FIRST = "moe_index_captured_rows_by_layer"
 SPDX = (
@@ -26,9 +32,15 @@ TEST = f'{SPDX}"""Rows — by layer."""\n\n\ndef test_rows():\n    assert True\n
 
 
 def add_test(lab: Lab, topic: str = FIRST, path: str = "tests/v1/test_r3.py", text: str = TEST):
-    file = lab.folder / "tests" / topic / path
-    file.parent.mkdir(parents=True, exist_ok=True)
+    """A test of the checkout, and its line in tests.toml."""
+    index = lab.folder / "tests.toml"
+    number = index.read_text().count("=") if index.exists() else 0
+    file = lab.root / "tests" / f"own_{number}.py"
+    file.parent.mkdir(exist_ok=True)
     file.write_text(text, encoding="utf-8")
+    title = "" if index.exists() and f"[{topic}]" in index.read_text() else f"[{topic}]\n"
+    with index.open("a") as lines:
+        lines.write(f'{title}"{path}" = "tests/{file.name}"\n')
 
 
 def checkout(sources: dict[str, bytes], tree: Path) -> Git:
@@ -117,37 +129,53 @@ def test_sender_of_another_form_is_refused(patched_lab: Lab, sender: str) -> Non
     assert str(caught.value) == f"--sign-off: expected 'Name <address>', got {sender!r}"
 
 
-@pytest.mark.parametrize(
-    ("topic", "path", "text", "message"),
-    [
-        (FIRST, "unit/test_r3.py", TEST, "expected tests/..., as in vLLM's repository"),
-        (FIRST, "tests/test_r3.py", "x = 1\n", "expected vLLM's two SPDX lines at the top"),
-    ],
-)
-def test_misplaced_test_is_refused(
-    patched_lab: Lab, topic: str, path: str, text: str, message: str
-) -> None:
-    add_test(patched_lab, topic, path, text)
+def test_misplaced_test_is_refused(patched_lab: Lab) -> None:
+    add_test(patched_lab, path="unit/test_r3.py")
     with pytest.raises(R3Error) as caught:
         upstream_patches(patched_lab.series())
-    assert str(caught.value) == f"{patched_lab.folder / 'tests' / topic / path}: {message}"
+    assert str(caught.value) == (
+        f"{patched_lab.folder / 'tests.toml'}: expected tests/..., as in vLLM's repository, "
+        "found unit/test_r3.py"
+    )
+
+
+def test_test_without_licence_header_is_refused(patched_lab: Lab) -> None:
+    add_test(patched_lab, text="x = 1\n")
+    with pytest.raises(R3Error) as caught:
+        upstream_patches(patched_lab.series())
+    assert str(caught.value) == (
+        f"{patched_lab.root / 'tests/own_0.py'}: expected vLLM's two SPDX lines at the top"
+    )
+
+
+def test_missing_test_is_refused(patched_lab: Lab) -> None:
+    add_test(patched_lab)
+    (patched_lab.root / "tests/own_0.py").unlink()
+    with pytest.raises(R3Error) as caught:
+        upstream_patches(patched_lab.series())
+    assert str(caught.value) == (
+        f"{patched_lab.folder / 'tests.toml'}: {patched_lab.root / 'tests/own_0.py'}: "
+        "No such file or directory; run in a checkout"
+    )
 
 
 def test_tests_of_no_patch_are_refused(patched_lab: Lab) -> None:
     add_test(patched_lab, "gone")
     with pytest.raises(R3Error) as caught:
         upstream_patches(patched_lab.series())
-    assert str(caught.value) == f"{patched_lab.folder / 'tests'}: no patch is named like gone"
+    assert str(caught.value) == (
+        f"{patched_lab.folder / 'tests.toml'}: expected patches of the series, found gone.patch"
+    )
 
 
 def test_one_test_file_of_two_patches_is_refused(patched_lab: Lab) -> None:
-    second = patched_lab.series().order[1].removesuffix(".patch")
     add_test(patched_lab)
-    add_test(patched_lab, second)
+    add_test(patched_lab, patched_lab.series().order[1].removesuffix(".patch"))
     with pytest.raises(R3Error) as caught:
         upstream_patches(patched_lab.series())
     assert str(caught.value) == (
-        f"{patched_lab.folder / 'tests'}: two patches bring tests/v1/test_r3.py; name them apart"
+        f"{patched_lab.folder / 'tests.toml'}: two patches bring tests/v1/test_r3.py; "
+        "name them apart"
     )
 
 
@@ -203,6 +231,10 @@ def test_new_files_of_this_series_have_vllms_licence_header(series: Series) -> N
 
 def test_sent_files_pass_vllms_lint(series: Series, tmp_path: Path) -> None:
     """The rules of vLLM's own pre-commit that ruff has, on new files and tests."""
+    for files in read_tests(series).values():
+        for path, data in files.items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_bytes(data)
     for patch in series.patches():
         for change in patch.changes:
             if change.old_blob is None and change.path.endswith(".py"):
@@ -212,9 +244,8 @@ def test_sent_files_pass_vllms_lint(series: Series, tmp_path: Path) -> None:
     rules = ["--isolated", "--line-length", "88", "--target-version", "py310"]
     rules += ["--config", "lint.isort.known-first-party=['vllm']"]
     select = ["--select", "E,F,UP,B,ISC,SIM,I,G", "--ignore", "F403,F405,E731,B905,B007,UP007"]
-    folders = [str(tmp_path), *map(str, (series.folder / "tests").glob("*"))]
     for command in (["check", *rules, *select], ["format", "--check", *rules]):
         done = subprocess.run(
-            ["ruff", *command, *folders], capture_output=True, text=True, check=False
+            ["ruff", *command, str(tmp_path)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
