@@ -253,6 +253,51 @@ def test_rows_after_the_weights_were_loaded_again(running, fresh):
     running.check([prompt])
 
 
+def metrics(running):
+    names = ("rows_stored", "rows_returned", "bytes_returned", "invalid_reads")
+    return {name: running.metric(f"vllm:routed_experts_{name}") for name in names}
+
+
+def test_metrics_count_rows_and_bytes(running, fresh):
+    (prompt,) = seeded_prompts(39, [32])
+    before = metrics(running)
+    running.check([prompt], max_tokens=16)
+    running.check([prompt], max_tokens=16, routed_experts_prompt_start=30)
+    running.generate([prompt], max_tokens=16, return_routed_experts=False)
+    counted = {name: value - before[name] for name, value in metrics(running).items()}
+    # forwarded: 47 tokens cold, 31 after a hit of one block, twice
+    assert counted == {
+        "rows_stored": 47 + 31 + 31,
+        "rows_returned": 47 + 17,
+        "bytes_returned": (47 + 17) * 4 * 4,
+        "invalid_reads": 0,
+    }
+    assert running.metric("vllm:routed_experts_table_bytes") > 0
+
+
+def test_row_that_was_lost_fails_its_request_and_no_other(running, fresh, monkeypatch):
+    """The store loses the first token's row of every step with more than one token."""
+    table = running.scheduler.routed_experts_manager.table
+    write, before = table.write, metrics(running)["invalid_reads"]
+
+    def lossy(step_rows, step):
+        slots = step_rows.slots.copy()
+        slots[0] = -1 if len(slots) > 1 else slots[0]
+        return write(type(step_rows)(slots, step_rows.rows), step)
+
+    (prompt,) = seeded_prompts(40, [20])
+    with monkeypatch.context() as patch:
+        patch.setattr(table, "write", lossy)
+        (failed,) = running.generate([prompt])
+    choice = failed.outputs[0]
+    assert choice.finish_reason == "error"
+    assert "expected routed experts of tokens [0, 35), token 0 has none" in choice.stop_reason
+    assert failed.prompt_routed_experts is None and choice.routed_experts is None
+    assert metrics(running)["invalid_reads"] == before + 1
+    assert running.llm.reset_prefix_cache()
+    running.check([prompt])
+
+
 def test_ten_thousand_short_prompts_do_not_grow_memory(running, fresh):
     import psutil
 
