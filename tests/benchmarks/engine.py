@@ -2,9 +2,9 @@
 
 `python -m tests.benchmarks.engine --out DIR --sides off,on,off,on` starts one engine a
 side, one after the other (`--gpus 2`: two at a time), so that both sides meet the same drift of
-a shared machine; each measures several rounds, and medians with their spread go into DIR/engine.json and
-a small table on stdout. A side is `off` (server flag off), `on` (flag on, every request
-returns its rows) or `unasked` (flag on, requests say return_routed_experts=False);
+a shared machine; each measures several rounds, and medians with their spread go into
+DIR/engine.json and a small table on stdout. A side is `off` (server flag off), `on` (flag on,
+every request returns its rows) or `unasked` (flag on, requests say return_routed_experts=False);
 `NAME@PATH` runs a side on another vLLM, found under PATH, such as the stock wheel.
 `--shape tiny` runs the same on a CPU. Weights are random: no download.
 """
