@@ -2,7 +2,9 @@
 # Build, run and test vllm-r3. Results go to stdout, progress to stderr.
 # Everything that is built lies in .build/; a build that was cut off is finished by the next run.
 set -euo pipefail
-unset PYTHONPATH PYTHONHOME # another project's modules have no place in a locked environment
+# Another project's modules have no place in a locked environment; without cached bytecode vLLM starts
+# 20 s later, every time.
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 BUILD=$ROOT/.build
