@@ -3,18 +3,16 @@
 # pinned CPU wheel of vLLM, unpatched. It stands for vllm/vllm-openai:v0.21.0: the same entry
 # point, the same place for packages (the system's Python), the same Python files of vLLM.
 #
-#   base.sh IMAGE       needs root, buildah, debootstrap and a network
+#   base.sh IMAGE       needs root, buildah, debootstrap, a network and one run of ./build.sh
 #
-# $BUILDAH_OPTIONS come before buildah's command, $DEBIAN_MIRROR replaces debootstrap's own.
+# IMAGE-python, without vLLM, is made on the way. $DEBIAN_MIRROR replaces debootstrap's own.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 IMAGE=${1:?usage: base.sh IMAGE}
 UV=$ROOT/.build/tool/bin/uv
 PACKAGES=ca-certificates,python3,python3-pip,python3-venv,libgomp1,libnuma1,libgl1,libglib2.0-0,gcc,g++,git
-read -ra OPTIONS <<<"${BUILDAH_OPTIONS:-}"
 
-buildah() { command buildah "${OPTIONS[@]}" "$@"; }
 say() { printf '%s\n' "$*" >&2; }
 
 # in_base COMMAND...: run it inside, with uv, its cache, the locks of this checkout and the
@@ -51,6 +49,7 @@ say "debootstrap: Debian bookworm with Python"
 debootstrap --variant=minbase --include="$PACKAGES" bookworm "$MOUNT" \
   ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >&2
 rm -rf "$MOUNT"/var/cache/apt/archives/*.deb "$MOUNT"/var/lib/apt/lists/*
+buildah commit --quiet "$CONTAINER" "$IMAGE-python" >&2
 say "the locked dependencies for the CPU"
 in_base /mnt/uv pip install --quiet --system --break-system-packages --no-deps --require-hashes \
   -r /mnt/patches/v0.21.0/locks/cpu.txt >&2
