@@ -256,7 +256,7 @@ class Engine:
 
     def step(self) -> None:
         """One turn of the engine's loop; async runs one step ahead."""
-        if self.scheduler.has_requests():
+        if len(self.in_flight) < 2 and self.scheduler.has_requests():
             self.launch()
         if not self.is_async or len(self.in_flight) > 1 or not self.scheduler.has_requests():
             self.collect()
