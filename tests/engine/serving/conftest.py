@@ -33,32 +33,32 @@ def _server_number(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def start(
+def start_server(
     models: Callable, oracles: Callable, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Start]:
     """Start a server on a tiny model and stop the one before."""
     logs = tmp_path_factory.mktemp("logs")
     with contextlib.ExitStack() as stack:
 
-        def start(kind: str, *options: str, experts: bool = True) -> Kit:
+        def start_on(kind: str, *options: str, experts: bool = True) -> Kit:
             stack.close()
             log = logs / f"{kind}-{len(list(logs.iterdir()))}.log"
             run = serving(models(kind), oracles(kind), log, *options, experts=experts)
             return stack.enter_context(run)
 
-        yield start
+        yield start_on
 
 
 @pytest.fixture(scope="session")
-def kit(start: Start) -> Kit:
+def kit(start_server: Start) -> Kit:
     """A server with the flag on and everything else at its default."""
-    return start("moe")
+    return start_server("moe")
 
 
 @pytest.fixture(scope="session")
-def flagged(start: Start) -> Kit:
+def flagged(start_server: Start) -> Kit:
     """Other defaults, dense layers between, a tool parser and a reasoning parser."""
-    return start(
+    return start_server(
         "dense-between",
         *("--routed-experts-encoding", "list", "--routed-experts-layout", "full"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
@@ -67,12 +67,12 @@ def flagged(start: Start) -> Kit:
 
 
 @pytest.fixture(scope="session")
-def wide(start: Start) -> Kit:
+def wide(start_server: Start) -> Kit:
     """More than 256 experts."""
-    return start("wide")
+    return start_server("wide")
 
 
 @pytest.fixture(scope="session")
-def off(start: Start) -> Kit:
+def off(start_server: Start) -> Kit:
     """A server without the flag."""
-    return start("moe", experts=False)
+    return start_server("moe", experts=False)
