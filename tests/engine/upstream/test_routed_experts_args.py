@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""--routed-experts-encoding and --routed-experts-layout."""
+
+import pytest
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+def parse(*words: str) -> EngineArgs:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(list(words)))
+
+
+def test_defaults_are_npy_and_split():
+    args = parse()
+    assert args.routed_experts_encoding == "npy"
+    assert args.routed_experts_layout == "split"
+
+
+@pytest.mark.parametrize("encoding", ["npy", "list"])
+@pytest.mark.parametrize("layout", ["split", "full"])
+def test_every_value_is_taken(encoding: str, layout: str):
+    args = parse(
+        *("--routed-experts-encoding", encoding, "--routed-experts-layout", layout)
+    )
+    assert args.routed_experts_encoding == encoding
+    assert args.routed_experts_layout == layout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--routed-experts-encoding", "json"], ["--routed-experts-layout", "joined"]],
+)
+def test_other_values_are_refused(words: list[str], capsys):
+    with pytest.raises(SystemExit):
+        parse(*words)
+    assert f"argument {words[0]}: invalid choice" in capsys.readouterr().err

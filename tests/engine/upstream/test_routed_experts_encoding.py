@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Rows to JSON text, and the text into the answer."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from vllm.entrypoints.serve.routed_experts.encoding import (
+    RoutedExpertsRows,
+    base64_chunks,
+)
+from vllm.entrypoints.serve.routed_experts.protocol import ChoiceRows, PromptRows
+from vllm.entrypoints.serve.routed_experts.splice import json_response, sse_event
+
+
+def make_rows(num_rows: int, dtype: str, most: int) -> np.ndarray:
+    return (np.arange(num_rows * 6) * 37 % most).astype(dtype).reshape(num_rows, 3, 2)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (1,), (3, 2), (0, 4), (1, 1, 1)])
+@pytest.mark.parametrize(("dtype", "most"), [("uint8", 256), ("int16", 5000)])
+@pytest.mark.parametrize("encoding", ["npy", "list"])
+def test_text_holds_the_rows(
+    sizes: tuple[int, ...], dtype: str, most: int, encoding: str
+):
+    parts = tuple(make_rows(size, dtype, most) for size in sizes)
+    rows = RoutedExpertsRows(parts, encoding)
+    value = json.loads(rows.json_bytes())
+    assert value == rows.json_value()
+    whole = np.concatenate(parts)
+    if encoding == "list":
+        assert value == whole.tolist()
+        return
+    found = np.load(io.BytesIO(base64.b64decode(value)), allow_pickle=False)
+    assert found.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(found, whole)
+
+
+def test_strided_and_read_only_rows_are_encoded():
+    rows = make_rows(8, "uint8", 256)[::2].transpose(0, 2, 1)
+    rows.flags.writeable = False
+    text = RoutedExpertsRows((rows,), "npy").json_bytes()
+    found = np.load(io.BytesIO(base64.b64decode(json.loads(text))))
+    np.testing.assert_array_equal(found, rows)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1), (1, 2), (2, 2), (3, 7), (1, 1)])
+def test_base64_of_pieces_is_that_of_the_whole(cuts: tuple[int, int]):
+    data = bytes(range(11))
+    first, second = cuts
+    buffers = [data[:first], data[first:second], data[second:]]
+    assert b"".join(base64_chunks(buffers)) == base64.b64encode(data)
+
+
+class Answer(BaseModel):
+    text: str
+    routed_experts: ChoiceRows
+    prompt_routed_experts: PromptRows
+    routed_experts_meta: dict | None = None
+
+
+def test_rows_are_put_into_the_answer_once_each():
+    first, second = (
+        RoutedExpertsRows((make_rows(n, "uint8", 256),), "npy") for n in (1, 2)
+    )
+    answer = Answer(
+        text='quotes " and ünicode',
+        routed_experts=first,
+        prompt_routed_experts=second,
+        routed_experts_meta={"start": 0},
+    )
+    expected = {
+        "text": 'quotes " and ünicode',
+        "routed_experts": first.json_value(),
+        "prompt_routed_experts": second.json_value(),
+        "routed_experts_meta": {"start": 0},
+    }
+    assert json.loads(json_response(answer).body) == expected
+    event = sse_event(answer)
+    assert isinstance(event, bytes) and event.startswith(b"data: ")
+    assert json.loads(event[len(b"data: ") :]) == expected
+
+
+def test_answer_without_rows_is_written_as_ever():
+    answer = Answer(text="a")
+    assert json.loads(json_response(answer).body) == answer.model_dump()
+    assert sse_event(answer) == f"data: {answer.model_dump_json()}\n\n"
