@@ -317,6 +317,7 @@ files; choose another one" 2
   step self "vllm-r3 as a wheel" make_self wheel:standard
   step bundle "the bundle in $dest" vllm_r3_ship bundle --target "$TARGET" --dest "$dest" \
     --part-size "$part" --vllm "$WHEEL" --self "$BUILD"/self/*.whl --wheels "$BUILD/locked-$TARGET"
+  rm -rf "$BUILD/locked-$TARGET"
   cat "$BUILD/logs/bundle.log" >&2
   echo "$dest"
 }
