@@ -3,7 +3,8 @@
 # made here, look into the images, run the demo and the health check inside, and see that a base
 # that is not the pinned vLLM fails the build.
 #
-#   image.sh [--wheel]    needs root, buildah, debootstrap, a network, 20 GB (--wheel: 40 GB)
+#   image.sh [--wheel]    needs root, buildah, debootstrap, a network, 20 GB (--wheel: 40 GB) below
+#                         /var/lib/containers, and a checkout that nobody edits meanwhile
 #
 # --wheel builds the `wheel` target too, which downloads its dependencies again. R3_KEEP=1 leaves
 # the images behind; without it only what was there before is left.
@@ -160,6 +161,8 @@ main() {
   local target=patched wheel=
   [[ ${1:-} != --wheel ]] || wheel=1
   needs
+  "$ROOT/build.sh" wheel --target cpu --dest "$ROOT/.build/wheels-patched" >"$LOG" 2>&1 \
+    || fail "build.sh"
   if ! buildah inspect --type image "$BASE" >/dev/null 2>&1 \
     || ! buildah inspect --type image "$BASE-python" >/dev/null 2>&1; then
     say "a base with the pinned CPU wheel"
