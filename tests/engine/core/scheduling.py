@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -110,7 +109,7 @@ class Runner:
             self.num_prompt.setdefault(new.req_id, len(new.prompt_token_ids))
             self.first_pass.setdefault(new.req_id, {})
         cached = scheduled.scheduled_cached_reqs
-        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids):
+        for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.all_token_ids:
                 self.tokens[request_id] = list(cached.all_token_ids[request_id])
             if request_id in cached.resumed_req_ids:
@@ -121,7 +120,7 @@ class Runner:
     def _starts(self, scheduled: SchedulerOutput) -> dict[str, int]:
         cached = scheduled.scheduled_cached_reqs
         starts = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens))
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         # The scheduler may count drafts that the runner has rejected meanwhile.
         return {r: min(start, len(self.tokens[r]) - 1) for r, start in starts.items()}
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 import vllm.model_executor.layers.fused_moe.routed_experts as routed_experts
 from vllm.distributed.eplb.eplb_state import EplbLayerState
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
@@ -284,9 +283,7 @@ EPLB = {"expert_load_view", "logical_to_physical_map", "logical_replica_count"}
 
 def make_eplb_state() -> EplbLayerState:
     tensor = torch.zeros(1)
-    return EplbLayerState(
-        **{name: tensor for name in EPLB}, should_record_tensor=torch.ones(1)
-    )
+    return EplbLayerState(**{name: tensor for name in EPLB}, should_record_tensor=torch.ones(1))
 
 
 def test_ids_are_captured_before_eplb_maps_them(monkeypatch: pytest.MonkeyPatch):
@@ -517,8 +514,7 @@ BEYOND = (
     "found model.layers.4.mlp.experts"
 )
 NO_MOE = (
-    "--enable-return-routed-experts: the model has no MoE layer that routes through "
-    "vLLM's FusedMoE"
+    "--enable-return-routed-experts: the model has no MoE layer that routes through vLLM's FusedMoE"
 )
 TWO_TOP_KS = "--enable-return-routed-experts: expected one top_k for all MoE layers, found [2, 6]"
 

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
-
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -47,9 +46,7 @@ class FrontEnd:
     """An output processor and what one asks of it, with or without a queue."""
 
     def __init__(self, tokenizer=None, *, has_queue: bool = False, stream_interval: int = 1):
-        self.processor = OutputProcessor(
-            tokenizer, log_stats=True, stream_interval=stream_interval
-        )
+        self.processor = OutputProcessor(tokenizer, log_stats=True, stream_interval=stream_interval)
         self.has_queue = has_queue
         self.queues: dict[str, RequestOutputCollector] = {}
         self.aborted: list[str] = []
@@ -293,11 +290,15 @@ def test_a_chunk_of_an_unfinished_choice_carries_no_rows(kind: RequestOutputKind
     assert chunk.outputs[0].routed_experts is None
 
 
-def test_a_choice_that_ended_without_a_token_takes_no_prompt_rows_from_the_other():
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_choice_that_ended_without_a_token_takes_no_prompt_rows_from_the_other(order):
     front_end = FrontEnd()
     front_end.add(n=2)
-    front_end.receive([], None, FinishReason.ABORT, "0_a")
-    (output,) = front_end.receive([8, 9], make_rows(0, 6), FinishReason.ABORT, "1_a")
+    answers = [([], None), ([8, 9], make_rows(0, 6))]
+    outputs = []
+    for child in order:
+        outputs += front_end.receive(*answers[child], FinishReason.ABORT, f"{child}_a")
+    (output,) = outputs
     np.testing.assert_array_equal(output.prompt_routed_experts, make_rows(0, 5))
     assert output.outputs[0].routed_experts is None
     np.testing.assert_array_equal(output.outputs[1].routed_experts, make_rows(5, 6))

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-
 from scheduling import BLOCK_SIZE, EOS, INFO, REJECTED, Engine, make_engine, next_token
 from vllm.v1.core.routed_experts_manager import MissingRoutedExpertsError, RoutedExpertsTable
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -597,9 +596,7 @@ def test_a_forced_reset_with_drafts_in_flight_computes_no_token_a_third_time(mak
 # Aborts that are answered.
 
 
-def take_rows_of(
-    engine: Engine, *request_ids: str
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def take_rows_of(engine: Engine, *request_ids: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     scheduler = engine.scheduler
     requests = [scheduler.requests[request_id] for request_id in request_ids]
     return scheduler.routed_experts_manager.take_rows_of(requests)

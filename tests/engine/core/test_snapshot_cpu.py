@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-
 import vllm.v1.worker.routed_experts as worker_routed_experts
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
