@@ -131,12 +131,12 @@ def go_away(kit, path, body):
 @both_ways
 @all_endpoints
 def test_client_that_goes_away_leaves_nothing_running(kit, endpoint, stream):
-    body = request(endpoint, PROMPT, n=4, temperature=1.0, **LONG) | {"stream": stream}
+    body = request(endpoint, PROMPT, n=16, temperature=1.0, **LONG) | {"stream": stream}
     for _ in range(ATTEMPTS):  # as above
         before = generated(kit)
         go_away(kit, ENDPOINTS[endpoint], body)
         wait_for(lambda: running(kit) == 0, "no request running")
-        if generated(kit) < before + 4 * 900:
+        if generated(kit) < before + 16 * 900:
             break
     else:
         raise AssertionError(f"in {ATTEMPTS} attempts every request ran to its end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,9 @@ def test_sent_files_pass_vllms_lint(series: Series, tmp_path: Path) -> None:
     select = ["--select", "E,F,UP,B,ISC,SIM,I,G", "--ignore", "F403,F405,E731,B905,B007,UP007"]
     for command in (["check", *rules, *select], ["format", "--check", *rules]):
         done = subprocess.run(
-            ["ruff", *command, str(tmp_path)], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "ruff", *command, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
