@@ -39,6 +39,14 @@ class Running:
         assert status == 200, data
         return json.loads(data) if data else None
 
+    def num_generated(self) -> float:
+        """Tokens that the server has generated since it started."""
+        status, data = self.server.request("GET", "/metrics")
+        assert status == 200, data
+        name = "vllm:generation_tokens_total{"
+        lines = data.decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
     def generate(self, tokens: list[int], max_tokens: int, **more: Any) -> Any:
         """Greedy tokens from token ids, with rows."""
         params = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}

@@ -58,11 +58,9 @@ def test_three_turns_with_prefix_omission_are_the_oracles_rows(running: Running)
 def aborted_request(running: Running, tokens: list[int], max_tokens: int) -> Any:
     """Abort a long request on the server while it generates, and return its answer.
 
-    Others beside it slow it down to seconds. How long it takes to start depends on the machine:
-    the delay grows until some tokens have come, and shrinks when all of them have.
+    Others beside it slow it down to seconds; the server's own count says when they are under way.
     """
-    delay_s = 0.1
-    for _ in range(12):
+    for attempt in range(12):
         answers: list[Any] = []
 
         def ask(index: int, into: list[Any] = answers) -> None:
@@ -70,10 +68,12 @@ def aborted_request(running: Running, tokens: list[int], max_tokens: int) -> Any
             if index == 0:
                 into.append(answer)
 
+        before = running.num_generated()
         asking = [threading.Thread(target=ask, args=(index,)) for index in range(16)]
         for thread in asking:
             thread.start()
-        time.sleep(delay_s)
+        while running.num_generated() < before + 32 * (attempt + 1) and not answers:
+            time.sleep(0.01)
         running.post("/pause?mode=abort")
         for thread in asking:
             thread.join(timeout=60)
@@ -81,7 +81,6 @@ def aborted_request(running: Running, tokens: list[int], max_tokens: int) -> Any
         choice = answers[0]["choices"][0]
         if choice["finish_reason"] == "abort" and choice["token_ids"]:
             return answers[0]
-        delay_s *= 0.6 if choice["finish_reason"] == "length" else 2
     raise AssertionError("in 12 attempts it was aborted before its first token or not at all")
 
 

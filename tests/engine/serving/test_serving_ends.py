@@ -52,15 +52,18 @@ def paused(kit):
 def aborted(kit, pause, path, body, stream):
     """The answer to a request that is aborted after some tokens.
 
-    Sixteen more choices beside it slow it down to some seconds. On a busy machine this process
-    may yet sleep until it is through, or be too early: then once more, a little later.
+    Sixteen more choices beside it slow it down to some seconds, and the server's own count says
+    when they are under way. On a busy machine this process may yet sleep until it is through, or
+    be too early for this one: then once more, a little later.
     """
     others = request("generate", PROMPT, n=16, temperature=1.0, **LONG)
     for attempt in range(ATTEMPTS):
+        before = generated(kit)
         with ThreadPoolExecutor(2) as pool:
-            pool.submit(kit.ask, GENERATE, others)
             job = pool.submit(kit.ask, path, body, stream)
-            time.sleep(0.1 * (attempt + 1))
+            pool.submit(kit.ask, GENERATE, others)
+            under_way = before + 68 * (attempt + 1)
+            wait_for(lambda: job.done() or generated(kit) >= under_way, "tokens", 120)  # noqa: B023
             while not job.done():  # until the request has arrived
                 pause()
         answer = job.result()
