@@ -128,20 +128,36 @@ PY
   rm -f "$LOG.changed"
 }
 
-run_demo() {
-  local image=$1 demo port=18123
-  start "$image"
-  buildah run --isolation chroot --network host "$CONTAINER" -- vllm-r3 demo --port "$port" \
+# serve IMAGE: its entry point on a tiny model; the health check and `verify server` beside it
+serve() {
+  local port=18123 url=http://127.0.0.1:18123 server tries=150
+  start "$1"
+  in_net() { buildah run --isolation chroot --network host "$@"; }
+  in_net "$CONTAINER" -- python3 -c "from pathlib import Path; from vllm_r3.tiny import write_model
+write_model('moe', Path('/tmp/model'))" >"$LOG" 2>&1 || fail "the tiny model in $1"
+  # ends by a file, for a signal to buildah does not reach what runs inside
+  in_net --env TORCHDYNAMO_DISABLE=1 --env VLLM_CPU_KVCACHE_SPACE=1 --env HF_HUB_OFFLINE=1 \
+    "$CONTAINER" -- sh -c "vllm serve /tmp/model --enable-return-routed-experts --enforce-eager \
+--dtype float32 --block-size 32 --max-model-len 512 --port $port & server=\$!
+      while [ ! -e /tmp/stop ] && kill -0 \$server; do sleep 1; done; kill \$server; wait" \
     >"$LOG" 2>&1 &
-  demo=$!
-  until buildah run --isolation chroot --network host \
-    --env VLLM_R3_HEALTH_URL="http://127.0.0.1:$port/health" "$CONTAINER" -- \
+  server=$!
+  until in_net --env VLLM_R3_HEALTH_URL=$url/health "$CONTAINER" -- \
     python3 /usr/local/lib/vllm-r3/healthcheck.py 2>/dev/null; do
-    kill -0 "$demo" 2>/dev/null || fail "the demo ended before the health check passed"
+    ((tries--)) && kill -0 "$server" 2>/dev/null || fail "no healthy server in $1"
     sleep 2
   done
-  passed "health check inside of $image while the demo serves"
-  wait "$demo" || fail "the demo in $image"
+  passed "$1 serves by its entry point, its health check passes"
+  in_net "$CONTAINER" -- vllm-r3 verify server $url >&2 || fail "verify server in $1"
+  in_net "$CONTAINER" -- touch /tmp/stop
+  wait "$server" || true
+  passed "vllm-r3 verify server in $1"
+}
+
+run_demo() {
+  start "$1"
+  buildah run --isolation chroot --network host "$CONTAINER" -- vllm-r3 demo >"$LOG" 2>&1 \
+    || fail "the demo in $1"
   grep 'agree with the oracle' "$LOG" >&2
 }
 
@@ -197,6 +213,7 @@ main() {
   build rl-ci --target rl-ci || fail "build of rl-ci"
   check_rl_ci
   passed "rl-ci builds; a container is rolled back and patched again"
+  serve localhost/vllm-r3-test/rl-ci
   run_demo localhost/vllm-r3-test/rl-ci
   passed "the demo inside of rl-ci"
 
