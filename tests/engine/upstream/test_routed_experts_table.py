@@ -23,7 +23,9 @@ def make_rows(tokens: list[int], mark: int = 0) -> np.ndarray:
     return (token * 6 + cell + mark).astype(INFO.dtype)
 
 
-def write(table: RoutedExpertsTable, slots: list[int], rows: np.ndarray, step: int = 1) -> int:
+def write(
+    table: RoutedExpertsTable, slots: list[int], rows: np.ndarray, step: int = 1
+) -> int:
     return table.write(StepRoutedExperts(np.array(slots, dtype=np.int32), rows), step)
 
 
@@ -35,7 +37,9 @@ def table() -> RoutedExpertsTable:
     return table
 
 
-def test_rows_are_read_in_token_order_from_blocks_in_any_order(table: RoutedExpertsTable):
+def test_rows_are_read_in_token_order_from_blocks_in_any_order(
+    table: RoutedExpertsTable,
+):
     # Tokens 0..7 of a request that owns blocks 5 and 2, written back to front.
     slots = [20, 21, 22, 23, 8, 9, 10, 11]
     assert write(table, slots[::-1], make_rows(list(range(8)))[::-1]) == 8
@@ -78,7 +82,9 @@ def test_a_step_with_nothing_but_padding_writes_nothing(table: RoutedExpertsTabl
     assert not table._is_valid.any()
 
 
-def test_a_row_that_was_never_written_is_an_error_that_names_it(table: RoutedExpertsTable):
+def test_a_row_that_was_never_written_is_an_error_that_names_it(
+    table: RoutedExpertsTable,
+):
     write(table, [20, 21, 23], make_rows([0, 1, 3]))
     message = "expected routed experts of tokens [1, 4), token 2 has none"
     with pytest.raises(MissingRoutedExpertsError, match=f"^{re.escape(message)}$"):
@@ -173,7 +179,9 @@ def test_strided_rows_are_stored(table: RoutedExpertsTable):
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, "uint8"), (257, "int16")])
 def test_the_table_holds_the_wire_type(num_experts: int, dtype: str):
-    info = RoutedExpertsInfo(num_layers=1, moe_layers=[0], num_experts=num_experts, top_k=1)
+    info = RoutedExpertsInfo(
+        num_layers=1, moe_layers=[0], num_experts=num_experts, top_k=1
+    )
     table = RoutedExpertsTable(info, num_blocks=2, block_size=BLOCK_SIZE)
     last = np.array([[[num_experts - 1]]], dtype=dtype)
     write(table, [4], last)
