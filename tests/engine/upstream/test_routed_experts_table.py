@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+
 from vllm.v1.core.routed_experts_manager import (
     MissingRoutedExpertsError,
     RoutedExpertsTable,
