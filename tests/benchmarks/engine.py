@@ -178,6 +178,8 @@ def summarize(runs: list[dict[str, Any]]) -> str:
 
 def run_side(args: argparse.Namespace, number: int, side: str) -> None:
     """Measure one side in a process of its own, on the GPU of its place in the wave."""
+    # A side that fails must not be reported by what an earlier run left in the folder.
+    (args.out / f"{number}.json").unlink(missing_ok=True)
     name, _, path = side.partition("@")
     env = dict(os.environ)
     if args.gpus > 1:
