@@ -77,8 +77,8 @@ ROUTERS: dict[str, tuple[str, Reader]] = {
 class Oracle:
     """A model loaded once, asked for the truth about many sequences."""
 
-    def __init__(self, model_dir: str) -> None:
-        """Load `model_dir` in float32.
+    def __init__(self, model_dir: str, device: str = "cpu") -> None:
+        """Load `model_dir` in float32 on a torch device.
 
         Raises:
             R3Error: torch or transformers is missing, or the family has no known router.
@@ -96,6 +96,9 @@ class Oracle:
             attn_implementation="eager",
             local_files_only=True,
         ).eval()
+        if device != "cpu":
+            self.model.to(device)
+            self.model.set_experts_implementation("eager")  # its grouped kernels want bfloat16
         self.num_layers: int = self.model.config.num_hidden_layers
         self._seen: dict[int, tuple[Any, Any]] = {}
         self.moe_layers = self._hook_routers()
@@ -131,13 +134,14 @@ class Oracle:
 
         self._seen.clear()
         with torch.no_grad():
-            logits = self.model(torch.tensor([list(tokens[:-1])]), use_cache=False).logits[0]
+            ids = torch.tensor([list(tokens[:-1])], device=self.model.device)
+            logits = self.model(ids, use_cache=False).logits[0]
         if sorted(self._seen) != self.moe_layers:
             raise AssertionError(f"routers ran in {sorted(self._seen)}, not in {self.moe_layers}")
         n, k = len(tokens) - 1, self._seen[self.moe_layers[0]][0].shape[-1]
         rows = np.zeros((n, self.num_layers, k), dtype=np.int64)
         margins = np.full((n, self.num_layers), np.inf, dtype=np.float32)
-        for layer, (ids, margin) in self._seen.items():
-            rows[:, layer] = ids.numpy()
-            margins[:, layer] = margin.numpy()
-        return Truth(rows, margins, logits.float().numpy())
+        for layer, (chosen, margin) in self._seen.items():
+            rows[:, layer] = chosen.cpu().numpy()
+            margins[:, layer] = margin.cpu().numpy()
+        return Truth(rows, margins, logits.float().cpu().numpy())

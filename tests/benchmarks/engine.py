@@ -1,12 +1,15 @@
 """What returning routed experts costs the engine: throughput, step time, kernels.
 
-`python -m tests.benchmarks.engine --out DIR --sides off,on,off,on` starts one engine a
-side, one after the other (`--gpus 2`: two at a time), so that both sides meet the same drift of
-a shared machine; each measures several rounds, and medians with their spread go into
-DIR/engine.json and a small table on stdout. A side is `off` (server flag off), `on` (flag on,
-every request returns its rows) or `unasked` (flag on, requests say return_routed_experts=False);
-`NAME@PATH` runs a side on another vLLM, found under PATH, such as the stock wheel.
-`--shape tiny` runs the same on a CPU. Weights are random: no download.
+`python -m tests.benchmarks.engine --out DIR --sides off+on,off+stock-off@/tmp/stock` measures
+groups of sides, one group after the other. The engines of a group (joined by `+`) all stay on the
+GPU and are measured in turn, round by round, so that they meet the same drift of a shared
+machine; a group of one has the GPU for itself. Medians with their spread go into DIR/engine.json
+and a small table on stdout.
+
+A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
+(flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
+another vLLM, found under PATH; `stock-on` has sync scheduling, without which 0.21.0 returns no
+rows. `--shape tiny` runs the same on a CPU. Weights are random: no download.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +59,37 @@ def write_config(shape: str, directory: Path) -> str:
 class Engine:
     """One engine of one side, and what can be measured with it."""
 
-    def __init__(self, side: str, shape: str, model: str, layers: int | None) -> None:
+    def __init__(self, side: str, model: str, args: argparse.Namespace) -> None:
         from vllm import LLM
 
-        self.side = side
-        args: dict[str, Any] = dict(enable_return_routed_experts=side in ("on", "unasked"))
-        if os.environ.get("R3_BENCH_SYNC"):
-            args["async_scheduling"] = False
-        if shape == "tiny":
-            args.update(enforce_eager=True, max_num_seqs=16)
-        if layers:
-            args["hf_overrides"] = dict(num_hidden_layers=layers)
+        self.side = side.rpartition("-")[2]
+        engine_args: dict[str, Any] = dict(enable_return_routed_experts=self.side != "off")
+        if side == "stock-on":
+            engine_args["async_scheduling"] = False
+        if args.shape == "tiny":
+            engine_args.update(enforce_eager=True, max_num_seqs=16)
+        if args.layers:
+            engine_args["hf_overrides"] = dict(num_hidden_layers=args.layers)
+        if args.kv_gib:
+            # Given, not profiled: the engines of a group start at the same time.
+            engine_args.update(
+                kv_cache_memory_bytes=int(args.kv_gib * 2**30),
+                gpu_memory_utilization=0.1,
+                max_num_batched_tokens=8192,
+            )
         begin = time.time()
         self.llm = LLM(
             model,
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=2048,
-            **args,
+            **engine_args,
         )
         print(f"{side}: started in {time.time() - begin:.0f} s", flush=True)
-        self.vocabulary = SHAPES[shape]["vocab_size"]
+        self.vocabulary = SHAPES[args.shape]["vocab_size"]
+        self.load = LOADS[args.shape]
+        if args.requests:
+            self.load = (args.requests, *self.load[1:])
         self.round = 0
 
     def generate(self, requests: int, prompt: int, generated: int) -> float:
@@ -101,11 +113,22 @@ class Engine:
         seconds = time.perf_counter() - begin
         for output in outputs:
             rows = output.outputs[0].routed_experts
-            if self.side == "on" and rows.shape[0] not in (generated - 1, generated):
-                raise SystemExit(f"expected {generated - 1} rows, got {rows.shape}")
-            if self.side in ("off", "unasked") and rows is not None:
+            # vLLM 0.22 returns the prompt's rows in the same array
+            allowed = (generated - 1, generated, prompt + generated - 1)
+            if self.side == "on" and (rows is None or rows.shape[0] not in allowed):
+                raise SystemExit(f"expected {generated - 1} rows, got {rows}")
+            if self.side != "on" and rows is not None:
                 raise SystemExit(f"expected no rows, got {rows.shape}")
         return seconds
+
+    def measure(self, quantity: str) -> float:
+        """One value of "warm_up", "tokens_per_second", or "step_ms_BATCH"."""
+        requests, prompt, generated, _ = self.load
+        if quantity == "warm_up":
+            return self.generate(requests, prompt, 32)
+        if quantity == "tokens_per_second":
+            return requests * generated / self.generate(requests, prompt, generated)
+        return self.step_ms(int(quantity.rpartition("_")[2]))
 
     def step_ms(self, batch: int, short: int = 16, long: int = 144) -> float:
         """Milliseconds of one decode step at `batch`, from two lengths of answer."""
@@ -114,30 +137,12 @@ class Engine:
         return (slow - fast) / (long - short) * 1e3
 
 
-def measure(
-    side: str, shape: str, model: str, rounds: int, layers: int | None
-) -> dict[str, list[float]]:
-    engine = Engine(side, shape, model, layers)
-    requests, prompt, generated, batches = LOADS[shape]
-    engine.generate(requests, prompt, 32)
-    result: dict[str, list[float]] = {}
-    for _ in range(rounds):
-        seconds = engine.generate(requests, prompt, generated)
-        result.setdefault("tokens_per_second", []).append(requests * generated / seconds)
-    for batch in batches:
-        engine.step_ms(batch)
-        result[f"step_ms_{batch}"] = [engine.step_ms(batch) for _ in range(2 * rounds + 1)]
-    return result
-
-
-def count_kernels(side: str, shape: str, model: str, layers: int | None) -> dict[str, float]:
+def count_kernels(engine: Engine) -> dict[str, float]:
     """Kernels and copies per decode step, from a profile of an in-process engine."""
     from torch.profiler import ProfilerActivity, profile
 
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    engine = Engine(side, shape, model, layers)
     counts: dict[str, float] = {}
-    for batch in (1, 32):
+    for batch in engine.load[3][:2]:
         engine.generate(batch, 64, 16)
         totals = []
         for generated in (16, 48):
@@ -151,51 +156,97 @@ def count_kernels(side: str, shape: str, model: str, layers: int | None) -> dict
     return counts
 
 
-def summarize(runs: list[dict[str, Any]]) -> str:
-    """One line a quantity: each side's median and spread, and the ratio to the first side."""
-    sides = list(dict.fromkeys(run["side"] for run in runs))
-    values: dict[str, dict[str, list[float]]] = {}
-    for run in runs:
-        for quantity, found in run["result"].items():
-            values.setdefault(quantity, {}).setdefault(run["side"], []).extend(
-                found if isinstance(found, list) else [found]
+def serve_measurements(side: str, model: str, args: argparse.Namespace) -> None:
+    """In a side's own process: measure what is asked on stdin, a line a quantity."""
+    answers = os.fdopen(args.answers, "w")
+    if args.kernels:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    engine = Engine(side, model, args)
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        result = count_kernels(engine) if args.kernels else engine.measure(line.strip())
+        print(json.dumps(result), file=answers, flush=True)
+
+
+class Side:
+    """A side's process, seen from the one that asks."""
+
+    def __init__(self, number: int, spec: str, args: argparse.Namespace) -> None:
+        self.name, _, path = spec.partition("@")
+        self.log = args.out / f"{number}-{self.name}.log"
+        env = dict(os.environ)
+        if path:
+            env["PYTHONPATH"] = f"{path}:{env.get('PYTHONPATH', '')}"
+        read, write = os.pipe()
+        command = [sys.executable, "-m", "tests.benchmarks.engine", *sys.argv[1:]]
+        command += ["--one", self.name, "--answers", str(write)]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                ["timeout", "-k", "5", str(args.timeout), *command],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write,),
+                text=True,
             )
-    lines = []
-    for quantity, by_side in values.items():
-        cells = [quantity.ljust(22)]
-        first = statistics.median(by_side[sides[0]]) if sides[0] in by_side else None
+        os.close(write)
+        self.answers = os.fdopen(read)
+        self.result: dict[str, list[float]] = {}
+
+    def read(self) -> str:
+        line = self.answers.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended: see {self.log.name}")
+        return line
+
+    def ask(self, quantity: str) -> Any:
+        assert self.process.stdin is not None
+        print(quantity, file=self.process.stdin, flush=True)
+        return json.loads(self.read())
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def measure_group(sides: list[Side], args: argparse.Namespace) -> None:
+    """Measure the engines of a group in turn, each round in another order."""
+    for side in sides:
+        side.read()
+    if args.kernels:
         for side in sides:
-            if side in by_side:
-                found = by_side[side]
+            side.result = {name: [value] for name, value in side.ask("kernels").items()}
+        return
+    steps = [f"step_ms_{batch}" for batch in LOADS[args.shape][3]]
+    for quantity in ["warm_up", *steps]:
+        for side in sides:
+            side.ask(quantity)
+    plan = ["tokens_per_second"] * args.rounds
+    plan += [step for step in steps for _ in range(2 * args.rounds + 1)]
+    for turn, quantity in enumerate(plan):
+        for side in sides if turn % 2 else reversed(sides):
+            side.result.setdefault(quantity, []).append(side.ask(quantity))
+
+
+def summarize(sides: list[tuple[str, dict[str, list[float]]]]) -> str:
+    """One line a quantity: each side's median and spread, and the ratio to the first side."""
+    lines = []
+    for quantity in dict.fromkeys(name for _, result in sides for name in result):
+        cells = [quantity.ljust(22)]
+        first: float | None = None
+        for name, result in sides:
+            if found := result.get(quantity):
                 median = statistics.median(found)
-                cells.append(
-                    f"{side} {median:.4g} ({min(found):.4g} to {max(found):.4g})"
-                    + (f" x{median / first:.4f}" if first and side != sides[0] else "")
-                )
+                ratio = f" x{median / first:.4f}" if first else ""
+                cells.append(f"{name} {median:.4g} ({min(found):.4g} to {max(found):.4g}){ratio}")
+                first = first or median
         lines.append("  ".join(cells))
     return "\n".join(lines)
-
-
-def run_side(args: argparse.Namespace, number: int, side: str) -> None:
-    """Measure one side in a process of its own, on the GPU of its place in the wave."""
-    # A side that fails must not be reported by what an earlier run left in the folder.
-    (args.out / f"{number}.json").unlink(missing_ok=True)
-    name, _, path = side.partition("@")
-    env = dict(os.environ)
-    if args.gpus > 1:
-        env["CUDA_VISIBLE_DEVICES"] = str(number % args.gpus)
-    if path:
-        env["PYTHONPATH"] = f"{path}:{env.get('PYTHONPATH', '')}"
-    if name.startswith("stock"):
-        env["R3_BENCH_SYNC"] = "1"
-    command = ["timeout", str(args.timeout), sys.executable, "-m", "tests.benchmarks.engine"]
-    command += ["--out", str(args.out), "--shape", args.shape, "--rounds", str(args.rounds)]
-    command += ["--one", name.rpartition("-")[2], "--number", str(number)]
-    command += ["--layers", str(args.layers)] if args.layers else []
-    command += ["--kernels"] if args.kernels else []
-    with open(args.out / f"{number}-{name}.log", "w") as log:
-        code = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT).returncode
-    print(f"{name}: exit {code}, log {number}-{name}.log", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -206,37 +257,43 @@ def main() -> int:
     parser.add_argument("--sides", default="off,on,off,on")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, help="requests of a throughput round")
     parser.add_argument("--layers", type=int, help="run with fewer layers")
+    parser.add_argument("--kv-gib", type=float, help="GiB of KV cache of an engine in a group")
     parser.add_argument("--kernels", action="store_true", help="count kernels instead of timing")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds for one side")
-    parser.add_argument("--gpus", type=int, default=1, help="sides that run at the same time")
+    parser.add_argument("--timeout", type=int, default=400, help="seconds for one side")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     model = write_config(args.shape, args.out / f"model-{args.shape}")
     if args.one:
-        if args.kernels:
-            result: dict = count_kernels(args.one, args.shape, model, args.layers)
-        else:
-            result = measure(args.one, args.shape, model, args.rounds, args.layers)
-        (args.out / f"{args.number}.json").write_text(json.dumps(result))
+        serve_measurements(args.one, model, args)
         return 0
-    sides = args.sides.split(",")
-    with ThreadPoolExecutor(args.gpus) as pool:
-        # Sides in step on the GPUs: all of a wave meet the same drift.
-        for first in range(0, len(sides), args.gpus):
-            wave = list(enumerate(sides[first : first + args.gpus], first))
-            list(pool.map(lambda side: run_side(args, *side), wave))
-    runs = []
-    for number, side in enumerate(sides):
-        found = args.out / f"{number}.json"
-        if found.exists():
-            runs.append(dict(side=side.partition("@")[0], result=json.loads(found.read_text())))
-    (args.out / ("kernels.json" if args.kernels else "engine.json")).write_text(
-        json.dumps(runs, indent=1)
-    )
-    print(summarize(runs))
-    return 0
+    found: list[list[dict[str, Any]]] = []
+    failed = False
+    for number, group in enumerate(args.sides.split(",")):
+        sides = [Side(number, spec, args) for spec in group.split("+")]
+        try:
+            measure_group(sides, args)
+        except (RuntimeError, OSError) as error:
+            print(f"group {group}: {error}", file=sys.stderr, flush=True)
+            failed = True
+        for side in sides:
+            side.stop()
+        found.append([dict(side=side.name, result=side.result) for side in sides])
+        (args.out / ("kernels.json" if args.kernels else "engine.json")).write_text(
+            json.dumps(found, indent=1)
+        )
+        if len(sides) > 1:
+            print(summarize([(side.name, side.result) for side in sides]), flush=True)
+    single: dict[str, dict[str, list[float]]] = {}
+    for group_found in found:
+        if len(group_found) == 1:
+            for quantity, values in group_found[0]["result"].items():
+                result = single.setdefault(group_found[0]["side"], {})
+                result.setdefault(quantity, []).extend(values)
+    print(summarize(list(single.items())))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -48,56 +53,55 @@ def make_requests() -> list[tuple[list[int], int]]:
     return requests
 
 
-def served_rows(flags: dict[str, Any], model: str, out: str) -> None:
-    """Serve the model with `flags`, send all requests twice at once, save tokens and rows."""
+def served_rows(args: dict[str, Any], model: str, out: str, requests: int) -> None:
+    """Serve the model, send `requests` of the requests twice, all at once, and save the rows.
+
+    `args` are engine arguments by their Python names.
+    """
     import httpx
 
-    port = 8100 + int(time.time()) % 800
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
-        model,
-        "--port",
-        str(port),
-    ]
-    command += [
-        "--enable-return-routed-experts",
-        "--max-model-len",
-        "1024",
-        "--max-num-batched-tokens",
-        "1024",
-    ]
-    command += ["--max-num-seqs", "64", "--gpu-memory-utilization", "0.3", "--dtype", "bfloat16"]
-    for flag, value in flags.items():
-        command += [flag] if value is None else [flag, str(value)]
-    server = subprocess.Popen(command)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    command += ["--port", str(port)]
+    for name, value in args.items():
+        flag = "--" + name.replace("_", "-")
+        command += [flag] if value is True else [flag, str(value)]
+    server = subprocess.Popen(command, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
+    begin = time.time()
     try:
-        with httpx.Client(timeout=120, limits=httpx.Limits(max_connections=300)) as client:
+        with httpx.Client(timeout=200, limits=httpx.Limits(max_connections=300)) as client:
             _wait(client, url, server)
+            print(f"started in {time.time() - begin:.0f} s", flush=True)
             print("info", client.get(f"{url}/routed_experts/info").text, flush=True)
-            saved: dict[str, np.ndarray] = {}
-            for turn in range(2):
-                with ThreadPoolExecutor(256) as pool:
-                    answers = list(
-                        pool.map(lambda request: _ask(client, url, *request), make_requests())
-                    )
-                for i, (tokens, rows) in enumerate(answers):
-                    saved[f"tokens{turn}_{i}"], saved[f"rows{turn}_{i}"] = tokens, rows
-            np.savez(out, **saved)
+            # Servers of several ranks on one GPU start together, but compute in turn.
+            with open(Path(out).parent / "turn", "w") as turn:
+                fcntl.flock(turn, fcntl.LOCK_EX)
+                begin = time.time()
+                np.savez(out, **_ask_all(client, url, requests))
+                print(f"ran in {time.time() - begin:.0f} s", flush=True)
             metrics = client.get(f"{url}/metrics").text.splitlines()
-            print(
-                "\n".join(line for line in metrics if line.startswith("vllm:routed_experts")),
-                flush=True,
-            )
+            wanted = ("vllm:routed_experts", "vllm:prefix_cache_hits_total", "vllm:num_preempt")
+            print("\n".join(line for line in metrics if line.startswith(wanted)), flush=True)
     finally:
         server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def _ask_all(client: Any, url: str, requests: int) -> dict[str, np.ndarray]:
+    saved: dict[str, np.ndarray] = {}
+    for turn in range(2):
+        with ThreadPoolExecutor(256) as pool:
+            asked = make_requests()[:requests]
+            answers = list(pool.map(lambda request: _ask(client, url, *request), asked))
+        for i, (tokens, rows) in enumerate(answers):
+            saved[f"tokens{turn}_{i}"], saved[f"rows{turn}_{i}"] = tokens, rows
+    return saved
 
 
 def _wait(client: Any, url: str, server: subprocess.Popen) -> None:

@@ -1,23 +1,27 @@
-"""Compare routed-experts rows between runners, CUDA-graph modes and GPUs, by value.
+"""Compare routed-experts rows between runners, CUDA-graph modes and ranks, by value.
 
 `python -m tests.gpu.rows OUT [SUITE…]` makes a small mixture-of-experts model with random
 weights and runs the same requests through every configuration of a suite, each engine in a
-process of its own, as many at once as there are GPUs. Needs the patched vLLM.
+process of its own, several at a time. Needs the patched vLLM. Each comparison is printed and
+added to OUT/rows.json as soon as its engine has ended.
 
-- `exact`: one request at a time, so that all configurations run the same shapes; rows must
-  be bit-identical within a family of equal arithmetic (compiled or not).
-- `batched`: 256 requests of mixed lengths, cold and warm, compared with a run of the same
-  family where the tokens agree, and with a float32 Hugging Face forward pass.
-- `parallel`: tensor, expert and data parallel through `vllm serve`, against one GPU.
+- `exact`: bfloat16, one request at a time, so that all configurations run the same shapes; rows
+  must be bit-identical within a family of equal arithmetic (compiled or not).
+- `values`: float32 without TF32, 256 requests of mixed lengths at once, cold and then warm;
+  rows must be those of a float32 Hugging Face forward pass but for near ties.
+- `parallel`: the same through `vllm serve`, with tensor, expert, data and sequence parallelism.
+  Where GPUs are missing all ranks share one (`tests.gpu.shared_gpu`).
+- `ray`: the same with both Ray executors, on a Ray that is told of two GPUs.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import queue
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,66 +32,102 @@ import numpy as np
 from tests.gpu.requests import make_model, make_requests, served_rows
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+RAY_V1 = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}
 EAGER = dict(enforce_eager=True)
 FULL_GRAPHS = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY"))
-UNCACHED_SYNC = dict(async_scheduling=False, enable_prefix_caching=False)
+PIECEWISE = dict(compilation_config=dict(cudagraph_mode="PIECEWISE"))
+UNCACHED = dict(enable_prefix_caching=False)
+SYNC = dict(async_scheduling=False)
 NGRAM = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3))
+TP2 = dict(tensor_parallel_size=2)
+DP2 = dict(data_parallel_size=2)
+EP = dict(enable_expert_parallel=True)
+EPLB = dict(
+    enable_eplb=True,
+    eplb_config='{"num_redundant_experts": 2, "window_size": 20, "step_interval": 20}',
+)
+RAY = dict(distributed_executor_backend="ray")
 
-# suite -> name -> (reference, environment, engine arguments, GPUs)
-Config = tuple[str, dict[str, str], dict[str, Any], int]
+# suite -> name -> (reference, environment, engine arguments)
+Config = tuple[str, dict[str, str], dict[str, Any]]
 SUITES: dict[str, dict[str, Config]] = {
-    "exact": {
-        "plain": ("plain", {}, EAGER | UNCACHED_SYNC, 1),
-        "v1-eager": ("plain", {}, EAGER | dict(enable_prefix_caching=False), 1),
-        "v1-full-graphs": ("plain", {}, FULL_GRAPHS | dict(enable_prefix_caching=False), 1),
-        "v2-eager": ("plain", V2, EAGER | dict(enable_prefix_caching=False), 1),
-        "v2-full-graphs": ("plain", V2, FULL_GRAPHS | dict(enable_prefix_caching=False), 1),
-        "v1-compiled": ("v1-compiled", {}, dict(enable_prefix_caching=False), 1),
-        "v1-piecewise-sync": (
-            "v1-compiled",
-            {},
-            UNCACHED_SYNC | dict(compilation_config=dict(cudagraph_mode="PIECEWISE")),
-            1,
-        ),
-        "v2-compiled": ("v1-compiled", V2, dict(enable_prefix_caching=False), 1),
-    },
-    "batched": {
-        "v1": ("v1", {}, {}, 1),
-        "v2": ("v1", V2, {}, 1),
-        "v2-preempting": ("v1", V2, dict(num_gpu_blocks_override=400), 1),
-        "v1-ngram": ("v1", {}, NGRAM, 1),
-    },
     "parallel": {
-        "tp1": ("tp1", {}, {}, 1),
-        "tp2": ("tp1", {}, {"--tensor-parallel-size": 2}, 2),
-        "tp2-ep": ("tp1", {}, {"--tensor-parallel-size": 2, "--enable-expert-parallel": None}, 2),
-        "dp2-ep": ("tp1", {}, {"--data-parallel-size": 2, "--enable-expert-parallel": None}, 2),
+        "tp1": ("tp1", {}, {}),
+        "tp2": ("tp1", {}, TP2),
+        "tp2-v2": ("tp1", V2, TP2),
+        "tp2-ep": ("tp1", {}, TP2 | EP),
+        "tp2-ep-eplb": ("tp1", {}, TP2 | EP | EPLB),
+        "dp2-ep": ("tp1", {}, DP2 | EP),
+        "dp2-ep-v2": ("tp1", V2, DP2 | EP),
+        "dp2": ("tp1", {}, DP2),
+        "tp2-dp2-ep": ("tp1", {}, TP2 | DP2 | EP),
+    },
+    "ray": {
+        "ray": ("ray", {}, RAY),
+        "ray-v1-executor": ("ray", RAY_V1, RAY),
+        "ray-tp2": ("ray", {}, RAY | TP2),
+    },
+    "exact": {
+        "plain": ("plain", {}, EAGER | UNCACHED | SYNC),
+        "v1-compiled": ("v1-compiled", {}, UNCACHED),
+        "v1-eager": ("plain", {}, EAGER | UNCACHED),
+        "v1-full-graphs": ("plain", {}, FULL_GRAPHS | UNCACHED),
+        "v2-eager": ("plain", V2, EAGER | UNCACHED),
+        "v2-full-graphs": ("plain", V2, FULL_GRAPHS | UNCACHED),
+        "v1-piecewise-sync": ("v1-compiled", {}, PIECEWISE | UNCACHED | SYNC),
+        "v2-compiled": ("v1-compiled", V2, UNCACHED),
+    },
+    "values": {
+        "plain": ("plain", {}, EAGER | UNCACHED | SYNC),
+        "v1": ("plain", {}, {}),
+        "v1-sync": ("plain", {}, SYNC),
+        "v1-piecewise": ("plain", {}, PIECEWISE),
+        "v1-full-graphs": ("plain", {}, FULL_GRAPHS),
+        "v1-preempting": ("plain", {}, dict(num_gpu_blocks_override=400)),
+        "v1-small-chunks": ("plain", {}, dict(max_num_batched_tokens=96)),
+        "v1-ngram": ("plain", {}, NGRAM),
+        "v2": ("plain", V2, {}),
+        "v2-eager": ("plain", V2, EAGER),
+        "v2-preempting": ("plain", V2, dict(num_gpu_blocks_override=400)),
     },
 }
 DENSE_LAYER = 2
+COMMON = dict(
+    max_model_len=1024,
+    max_num_batched_tokens=1024,
+    max_num_seqs=64,
+    # the memory is given, not profiled: engines that start at a time would disturb each other
+    gpu_memory_utilization=0.02,
+    kv_cache_memory_bytes=2**30,
+    enable_return_routed_experts=True,
+    seed=0,
+)
 
 
-def run_offline(suite: str, name: str, model: str, out: str) -> None:
+def ranks(suite: str, name: str) -> int:
+    args = SUITES[suite][name][2]
+    return args.get("tensor_parallel_size", 1) * args.get("data_parallel_size", 1)
+
+
+def num_requests(suite: str, name: str) -> int:
+    if suite == "exact":
+        return 32
+    return 64 if ranks(suite, name) > 2 else 256
+
+
+def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: str) -> None:
     """Run a suite's requests twice and save tokens and rows."""
+    if suite == "ray":
+        import ray
+
+        ray.init(num_gpus=2, num_cpus=4, include_dashboard=False, object_store_memory=2**29)
     from vllm import LLM, SamplingParams
 
-    _, _, args, _ = SUITES[suite][name]
     begin = time.time()
-    llm = LLM(
-        model,
-        **dict(
-            dtype="bfloat16",
-            max_model_len=1024,
-            max_num_batched_tokens=1024,
-            max_num_seqs=64,
-            gpu_memory_utilization=0.3,
-            enable_return_routed_experts=True,
-            seed=0,
-        )
-        | args,
-    )
-    started = time.time()
-    requests = make_requests()[: 40 if suite == "exact" else None]
+    llm = LLM(model, **args)
+    print(f"started in {time.time() - begin:.0f} s", flush=True)
+    begin = time.time()
+    requests = make_requests()[: num_requests(suite, name)]
     saved: dict[str, np.ndarray] = {}
     for turn in range(2):
         params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for _, n in requests]
@@ -106,10 +146,7 @@ def run_offline(suite: str, name: str, model: str, out: str) -> None:
                 [output.prompt_routed_experts, completion.routed_experts]
             )
     np.savez(out, **saved)
-    print(
-        f"{name}: started in {started - begin:.0f} s, ran in {time.time() - started:.0f} s",
-        flush=True,
-    )
+    print(f"ran in {time.time() - begin:.0f} s", flush=True)
 
 
 def compare_with_reference(found: dict, reference: dict) -> dict[str, int]:
@@ -133,107 +170,182 @@ def compare_with_reference(found: dict, reference: dict) -> dict[str, int]:
     return result
 
 
-def compare_with_oracle(oracle: Any, found: dict, requests: int = 40) -> dict[str, float]:
-    """Compare with float32: all cells, and the first MoE layer, where little has added up."""
-    cells = differing = repeated = first = first_differing = 0
-    widest = 0.0
-    for i in range(requests):
-        tokens, rows = found[f"tokens1_{i}"], found[f"rows1_{i}"]
-        if len(rows) != len(tokens) - 1:
-            raise SystemExit(f"request {i}: {len(rows)} rows for {len(tokens)} tokens")
-        truth = oracle.truth(tokens.tolist())
-        layers = [layer for layer in range(rows.shape[1]) if layer != DENSE_LAYER]
-        ordered = np.sort(rows[:, layers].astype(int), -1)
-        repeated += int((np.diff(ordered, axis=-1) == 0).any(-1).sum())
-        bad = (ordered != np.sort(truth.rows[:, layers], -1)).any(-1)
-        widest = max(widest, float((truth.margins[:, 0] * bad[:, 0]).max(initial=0.0)))
-        cells, differing = cells + bad.size, differing + int(bad.sum())
-        first, first_differing = first + len(bad), first_differing + int(bad[:, 0].sum())
-        if rows[:, DENSE_LAYER].any():
-            raise SystemExit(f"request {i}: the dense layer is not zero")
-    return dict(
-        share=round(differing / cells, 5),
-        first_layer_share=round(first_differing / first, 5),
-        first_layer_widest_margin=round(widest, 5),
-        repeated=repeated,
-    )
+class Comparison:
+    """A float32 forward pass with hooks on the routers, and what it says about found rows."""
+
+    def __init__(self, model: str) -> None:
+        import torch
+
+        from vllm_r3.oracle import Oracle
+
+        self.oracle = Oracle(model, device="cuda" if torch.cuda.is_available() else "cpu")
+        self.known: dict[bytes, Any] = {}
+
+    def truth(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The sorted ids and the margins of the MoE layers, a row a token."""
+        key = tokens.tobytes()
+        if key not in self.known:
+            truth = self.oracle.truth(tokens.tolist())
+            layers = self.oracle.moe_layers
+            rows = np.sort(truth.rows[:, layers], -1).astype(np.uint8)
+            self.known[key] = rows, truth.margins[:, layers]
+        return self.known[key]
+
+    def compare(self, found: dict) -> dict[str, Any]:
+        """Differing cells, and the largest margin at which any sequence differs first.
+
+        After a near tie has fallen the other way, what follows differs by right: the first
+        differing cell of a sequence, tokens before layers, is the one to be judged.
+        """
+        cells = differing = sequences = different = repeated = 0
+        margin = 0.0
+        for key in found:
+            if not key.startswith("rows"):
+                continue
+            tokens, rows = found["tokens" + key[4:]], found[key]
+            if len(rows) != len(tokens) - 1:
+                raise ValueError(f"{key}: {len(rows)} rows for {len(tokens)} tokens")
+            if rows[:, DENSE_LAYER].any():
+                raise ValueError(f"{key}: the dense layer is not zero")
+            expected, margins = self.truth(tokens)
+            ordered = np.sort(rows[:, self.oracle.moe_layers], -1)
+            repeated += int((np.diff(ordered.astype(int), axis=-1) == 0).any(-1).sum())
+            bad = (ordered != expected).any(-1)
+            sequences, cells = sequences + 1, cells + bad.size
+            differing += int(bad.sum())
+            if bad.any():
+                different += 1
+                first_token = int(bad.any(-1).argmax())
+                margin = max(margin, float(margins[first_token, bad[first_token].argmax()]))
+        return dict(
+            sequences=sequences,
+            differing_sequences=different,
+            cells=cells,
+            differing_cells=differing,
+            largest_first_margin=float(f"{margin:.3g}"),
+            cells_with_repeated_ids=repeated,
+        )
 
 
-def run_config(suite: str, name: str, model: Path, work: Path, out: Path, gpus: list[str]) -> int:
-    env = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus)) | SUITES[suite][name][1]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.gpu.rows",
-        "--run",
-        suite,
-        name,
-        str(model),
-        str(work / f"{suite}-{name}"),
-    ]
+def arguments(suite: str, name: str, num_gpus: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """Environment and engine arguments of a configuration on this host."""
+    _, env, args = SUITES[suite][name]
+    env, args = dict(env), COMMON | args
+    if suite == "exact":
+        args["dtype"] = "bfloat16"
+    else:
+        args["dtype"] = "float32"
+        env["TRITON_F32_DEFAULT"] = "ieee"
+    if 0 < num_gpus < ranks(suite, name):
+        from tests.gpu import shared_gpu
+
+        env |= shared_gpu.ENVIRONMENT
+        args = shared_gpu.ARGUMENTS | args
+        if library := os.environ.get("R3_SHARED_GPU_NCCL"):
+            env |= {"LD_PRELOAD": library, "VLLM_NCCL_SO_PATH": library}
+    return env, args
+
+
+def run_config(
+    suite: str, name: str, model: Path, work: Path, out: Path, num_gpus: int, limit: int
+) -> int:
+    env, args = arguments(suite, name, num_gpus)
+    command = ["timeout", "-k", "5", str(limit), sys.executable, "-m", "tests.gpu.rows"]
+    command += [str(out), suite, "--run", name, "--model", str(model)]
+    command += ["--result", str(work / f"{suite}-{name}.npz"), "--args", json.dumps(args)]
     with open(out / f"{suite}-{name}.log", "w") as log:
         return subprocess.run(
-            ["timeout", "170", *command], env=env, stdout=log, stderr=subprocess.STDOUT
+            command, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT
         ).returncode
 
 
-def main(out: Path, suites: list[str]) -> int:
-    work = Path("/tmp/rows")
+class Report:
+    """What was found, written again after every comparison."""
+
+    def __init__(self, out: Path, work: Path, model: Path) -> None:
+        self.out, self.work, self.model = out, work, model
+        self.lock = threading.Lock()
+        self.comparison: Comparison | None = None
+        self.found: dict[str, Any] = {}
+        self.waiting: dict[str, set[str]] = {}
+
+    def add(self, suite: str, name: str, code: int) -> None:
+        """Note how an engine ended, and compare what can be compared now."""
+        with self.lock:
+            self.found[f"{suite}/{name}"] = dict(exit=code)
+            self.waiting.setdefault(suite, set()).add(name)
+            for ready in sorted(self.waiting[suite]):
+                if f"{suite}/{SUITES[suite][ready][0]}" in self.found:
+                    self.waiting[suite].discard(ready)
+                    self.compare(suite, ready)
+            (self.out / "rows.json").write_text(json.dumps(self.found, indent=1))
+
+    def compare(self, suite: str, name: str) -> None:
+        entry = self.found[f"{suite}/{name}"]
+        path = self.work / f"{suite}-{name}.npz"
+        if path.exists():
+            try:
+                found = dict(np.load(path))
+                reference = self.work / f"{suite}-{SUITES[suite][name][0]}.npz"
+                if reference.exists():
+                    entry["reference"] = compare_with_reference(found, dict(np.load(reference)))
+                self.comparison = self.comparison or Comparison(str(self.model))
+                entry["oracle"] = self.comparison.compare(found)
+            except Exception as error:
+                entry["error"] = f"{type(error).__name__}: {error}"
+        print(f"{suite}/{name}", json.dumps(entry), flush=True)
+
+
+def main(out: Path, suites: list[str], at_once: int, limit: int, only: str) -> int:
+    work = out / "work"
     work.mkdir(parents=True, exist_ok=True)
     model = work / "model"
     if not model.exists():
         # In a process of its own: torch threads must not be there when engines fork.
-        subprocess.run([sys.executable, "-m", "tests.gpu.rows", "--model", str(model)], check=True)
-    available: queue.Queue[str] = queue.Queue()
-    num_gpus = len(
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
-    )
-    for gpu in range(num_gpus):
-        available.put(str(gpu))
+        command = [sys.executable, "-m", "tests.gpu.rows", str(out), "--model", str(model)]
+        subprocess.run(command, check=True)
+    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
+    num_gpus = len(listed.splitlines())
+    report = Report(out, work, model)
 
     def run(suite: str, name: str) -> int:
-        gpus = [available.get() for _ in range(SUITES[suite][name][3])]
-        code = run_config(suite, name, model, work, out, gpus)
-        for gpu in gpus:
-            available.put(gpu)
-        print(f"{suite} {name}: exit {code}", flush=True)
+        begin = time.time()
+        code = run_config(suite, name, model, work, out, num_gpus, limit)
+        print(f"{suite}/{name}: exit {code} after {time.time() - begin:.0f} s", flush=True)
+        report.add(suite, name, code)
         return code
 
-    codes: dict[tuple[str, str], int] = {}
-    jobs = [(s, n) for s in suites for n in SUITES[s] if SUITES[s][n][3] <= num_gpus]
-    with ThreadPoolExecutor(num_gpus) as pool:
-        single = [job for job in jobs if SUITES[job[0]][job[1]][3] == 1]
-        codes.update(zip(single, pool.map(lambda job: run(*job), single), strict=True))
-    for job in jobs:
-        if job not in codes:
-            codes[job] = run(*job)
-
-    from vllm_r3.oracle import Oracle
-
-    oracle = Oracle(str(model))
-    report: dict[str, Any] = {}
-    for (suite, name), code in codes.items():
-        label = f"{suite}/{name}"
-        if code or codes.get((suite, SUITES[suite][name][0])):
-            report[label] = dict(exit=code)
-            continue
-        found = dict(np.load(work / f"{suite}-{name}.npz"))
-        reference = dict(np.load(work / f"{suite}-{SUITES[suite][name][0]}.npz"))
-        report[label] = dict(
-            reference=compare_with_reference(found, reference),
-            oracle=compare_with_oracle(oracle, found),
-        )
-        print(label, json.dumps(report[label]), flush=True)
-    (out / "rows.json").write_text(json.dumps(report, indent=1))
-    return 0
+    jobs = [(s, n) for s in suites for n in SUITES[s] if not only or n in only.split(",")]
+    with ThreadPoolExecutor(at_once) as pool:
+        codes = list(pool.map(lambda job: run(*job), jobs))
+    failed = [entry for entry in report.found.values() if entry["exit"] or "error" in entry]
+    return int(bool(failed) or any(codes))
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--model":
-        make_model(Path(sys.argv[2]))
-    elif sys.argv[1] == "--run" and sys.argv[2] == "parallel":
-        served_rows(SUITES["parallel"][sys.argv[3]][2], sys.argv[4], sys.argv[5])
-    elif sys.argv[1] == "--run":
-        run_offline(*sys.argv[2:6])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("suites", nargs="*", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--at-once", type=int, default=4, help="engines that run at the same time")
+    parser.add_argument("--limit", type=int, default=240, help="seconds for one engine")
+    parser.add_argument("--only", default="", help="names of configurations, by commas")
+    for hidden in ("--run", "--model", "--result", "--args"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.run:
+        [suite], engine_args = given.suites, json.loads(given.args)
+        if suite == "parallel":
+            for key, value in engine_args.items():
+                if isinstance(value, dict):
+                    engine_args[key] = json.dumps(value)
+            served_rows(engine_args, given.model, given.result, num_requests(suite, given.run))
+        else:
+            run_offline(suite, given.run, engine_args, given.model, given.result)
+    elif given.model:
+        make_model(Path(given.model))
     else:
-        sys.exit(main(Path(sys.argv[1]), sys.argv[2:] or list(SUITES)))
+        sys.exit(
+            main(given.out, given.suites or list(SUITES), given.at_once, given.limit, given.only)
+        )
