@@ -49,12 +49,6 @@ class Kernel:
     """A monolithic MoE kernel that keeps its choice to itself."""
 
 
-class TappedKernel:
-    """A monolithic MoE kernel with a routing-replay output."""
-
-    captures_routed_experts = True
-
-
 class Router:
     captures_in_compute_routing = False
     capture_fn = None
@@ -72,10 +66,10 @@ class Layer(FusedMoE):
         self.top_k = top_k
         self.router = changes.pop("router", Router())
         self.runner = SimpleNamespace(do_naive_dispatch_combine=False)
-        self.enable_eplb = changes.pop("enable_eplb", False)
+        self.enable_eplb = False
         self.moe_config = SimpleNamespace(
             is_sequence_parallel=changes.pop("is_sequence_parallel", False),
-            dp_size=changes.pop("dp_size", 1),
+            dp_size=1,
         )
         method = {
             "is_monolithic": False,
@@ -488,23 +482,6 @@ def test_the_staging_buffer_has_the_type_that_lets_kernels_write_to_it(types, dt
     assert bind(*layers)[0].dtype == dtype
 
 
-def test_a_kernel_with_a_replay_output_gets_its_slice_at_each_pass():
-    kernel = SimpleNamespace(impl=SimpleNamespace(fused_experts=SimpleNamespace()))
-    layer = Layer(
-        layer_name(2),
-        is_monolithic=True,
-        captures_routed_experts=True,
-        experts_cls=TappedKernel,
-        moe_kernel=kernel,
-    )
-    staging, _ = bind(layer)
-    assert staging.dtype == torch.int16
-    layer.router.capture_fn.attach(layer.quant_method)
-    replay = kernel.impl.fused_experts.routing_replay_out
-    assert replay.data_ptr() == staging[2].data_ptr()
-    assert replay.shape == (MAX_NUM_TOKENS, TOP_K)
-
-
 BOUND_TWICE = (
     "--enable-return-routed-experts: expected one MoE layer for each number below 4, "
     "found model.layers.2.vision_experts beside model.layers.2.mlp.experts"
@@ -579,24 +556,6 @@ def test_a_kernel_that_hands_over_its_choice_is_accepted(is_monolithic: bool):
     check_capture_support(
         Layer(layer_name(1), is_monolithic=is_monolithic, captures_routed_experts=True), 4
     )
-
-
-@pytest.mark.parametrize("change", [{"dp_size": 2}, {"enable_eplb": True}])
-def test_a_replay_output_of_all_ranks_or_of_physical_ids_is_refused(change: dict):
-    layer = Layer(
-        layer_name(1),
-        is_monolithic=True,
-        captures_routed_experts=True,
-        experts_cls=TappedKernel,
-        **change,
-    )
-    message = (
-        "--enable-return-routed-experts: the MoE kernel TappedKernel writes the choices of "
-        "all data-parallel ranks, and physical experts under EPLB. Start with another "
-        "kernel, for example --moe-backend triton."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_capture_support(layer, 4)
 
 
 # What goes over the wire.

@@ -403,17 +403,6 @@ def test_a_failed_request_counts_as_finished():
 # Aborts.
 
 
-def test_an_answered_abort_has_rows_for_the_tokens_it_returns():
-    front_end = FrontEnd()
-    front_end.add()
-    front_end.receive([1])
-    front_end.receive([2])
-    (output,) = front_end.receive([], make_rows(0, 6), FinishReason.ABORT)
-    assert output.outputs[0].finish_reason == "abort"
-    assert list(output.outputs[0].token_ids) == [1, 2]
-    assert_split(output, 0, 2)
-
-
 def test_an_answered_abort_adds_the_last_rows_to_the_pieces():
     front_end = FrontEnd()
     front_end.add(routed_experts_prompt_start=2)
@@ -421,15 +410,6 @@ def test_an_answered_abort_adds_the_last_rows_to_the_pieces():
     front_end.receive([2], make_rows(5, 6))
     (output,) = front_end.receive([], make_rows(6, 6), FinishReason.ABORT)
     assert_split(output, 2, 2)
-
-
-def test_an_abort_before_the_first_token_has_no_rows_and_is_no_error():
-    front_end = FrontEnd()
-    front_end.add()
-    (output,) = front_end.receive([], None, FinishReason.ABORT)
-    assert output.outputs[0].finish_reason == "abort"
-    assert output.prompt_routed_experts is None
-    assert output.outputs[0].routed_experts is None
 
 
 def test_an_abort_in_the_front_end_has_no_rows_rather_than_some():
@@ -442,20 +422,6 @@ def test_an_abort_in_the_front_end_has_no_rows_rather_than_some():
     assert output.outputs[0].finish_reason == "abort"
     assert output.prompt_routed_experts is None
     assert output.outputs[0].routed_experts is None
-
-
-def test_requests_that_wait_for_rows_are_found_by_their_external_id():
-    front_end = FrontEnd()
-    front_end.add("with")
-    front_end.add("without", return_routed_experts=False)
-    front_end.add("both", n=2)
-    awaiting = front_end.processor.awaiting_routed_experts
-    assert awaiting("with") == ["with"]
-    assert awaiting("without") == []
-    assert awaiting("unknown") == []
-    assert awaiting("both") == ["0_both", "1_both"]
-    front_end.receive([1], make_rows(0, 5), FinishReason.LENGTH, "0_both")
-    assert awaiting("both") == ["1_both"]
 
 
 # What a reader sees.

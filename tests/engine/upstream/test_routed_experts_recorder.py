@@ -12,11 +12,17 @@ from vllm.v1.worker.routed_experts import RoutedExpertsRecorder
 NUM_LAYERS, MAX_TOKENS, TOP_K = 3, 16, 2
 
 
-def make_recorder(num_experts: int, is_output_rank: bool = True):
+def make_recorder(
+    num_experts: int,
+    is_output_rank: bool = True,
+    staging_dtype: torch.dtype = torch.int32,
+):
     """A recorder of a CPU worker, without a model behind it."""
     recorder = RoutedExpertsRecorder.__new__(RoutedExpertsRecorder)
     recorder.info = RoutedExpertsInfo(NUM_LAYERS, [0, 2], num_experts, TOP_K)
-    recorder.staging = torch.arange(NUM_LAYERS * MAX_TOKENS * TOP_K, dtype=torch.int32)
+    recorder.staging = torch.arange(
+        NUM_LAYERS * MAX_TOKENS * TOP_K, dtype=staging_dtype
+    )
     recorder.staging = recorder.staging.view(NUM_LAYERS, MAX_TOKENS, TOP_K)
     recorder.device = torch.device("cpu")
     recorder.is_sequence_parallel = False
@@ -27,11 +33,12 @@ def make_recorder(num_experts: int, is_output_rank: bool = True):
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(256, np.uint8), (257, np.int16)])
+@pytest.mark.parametrize("staging_dtype", [torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("num_tokens", [1, 3, MAX_TOKENS])
 def test_rows_are_token_first_with_their_slots(
-    num_experts: int, dtype: type, num_tokens: int
+    num_experts: int, dtype: type, staging_dtype: torch.dtype, num_tokens: int
 ):
-    recorder = make_recorder(num_experts)
+    recorder = make_recorder(num_experts, staging_dtype=staging_dtype)
     slots = torch.arange(100, 100 + MAX_TOKENS)
     slots[num_tokens - 1] = -1
     step = recorder.snapshot(num_tokens, MAX_TOKENS, slots).get()
