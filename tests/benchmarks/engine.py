@@ -15,8 +15,10 @@ rows. `--shape tiny` runs the same on a CPU. Weights are random: no download.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -188,6 +190,7 @@ class Side:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write,),
+                start_new_session=True,
                 text=True,
             )
         os.close(write)
@@ -208,10 +211,12 @@ class Side:
     def stop(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(15)
+        with contextlib.suppress(ProcessLookupError):
+            # its engine too, which would keep the GPU's memory
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def measure_group(sides: list[Side], args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ process of its own, several at a time. Needs the patched vLLM. Each comparison i
 added to OUT/rows.json as soon as its engine has ended.
 
 - `exact`: bfloat16, one request at a time, so that all configurations run the same shapes; rows
-  must be bit-identical within a family of equal arithmetic (compiled or not).
+  must be bit-identical within a family of equal arithmetic (compiled or not, the same graphs).
 - `values`: float32 without TF32, 256 requests of mixed lengths at once, cold and then warm;
   rows must be those of a float32 Hugging Face forward pass but for near ties.
 - `parallel`: the same through `vllm serve`, with tensor, expert, data and sequence parallelism.
@@ -71,10 +71,12 @@ SUITES: dict[str, dict[str, Config]] = {
         "plain": ("plain", {}, EAGER | UNCACHED | SYNC),
         "v1-compiled": ("v1-compiled", {}, UNCACHED),
         "v1-eager": ("plain", {}, EAGER | UNCACHED),
-        "v1-full-graphs": ("plain", {}, FULL_GRAPHS | UNCACHED),
+        "v1-full-graphs": ("v1-full-graphs", {}, FULL_GRAPHS | UNCACHED),
         "v2-eager": ("plain", V2, EAGER | UNCACHED),
-        "v2-full-graphs": ("plain", V2, FULL_GRAPHS | UNCACHED),
-        "v1-piecewise-sync": ("v1-compiled", {}, PIECEWISE | UNCACHED | SYNC),
+        "v2-full-graphs": ("v1-full-graphs", V2, FULL_GRAPHS | UNCACHED),
+        "v1-piecewise": ("v1-piecewise", {}, PIECEWISE | UNCACHED),
+        "v1-piecewise-sync": ("v1-piecewise", {}, PIECEWISE | UNCACHED | SYNC),
+        "v2-piecewise": ("v1-piecewise", V2, PIECEWISE | UNCACHED),
         "v2-compiled": ("v1-compiled", V2, UNCACHED),
     },
     "values": {
@@ -112,7 +114,9 @@ def ranks(suite: str, name: str) -> int:
 def num_requests(suite: str, name: str) -> int:
     if suite == "exact":
         return 32
-    return 64 if ranks(suite, name) > 2 else 256
+    if suite == "parallel":
+        return 48 if ranks(suite, name) > 2 else 128
+    return 256
 
 
 def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: str) -> None:
@@ -231,6 +235,9 @@ def arguments(suite: str, name: str, num_gpus: int) -> tuple[dict[str, str], dic
     """Environment and engine arguments of a configuration on this host."""
     _, env, args = SUITES[suite][name]
     env, args = dict(env), COMMON | args
+    if suite == "parallel":
+        # few graphs: capturing one costs time slices where ranks share a GPU, and padding more
+        args["compilation_config"] = dict(cudagraph_capture_sizes=[1, 8, 16, 32, 64])
     if suite == "exact":
         args["dtype"] = "bfloat16"
     else:
