@@ -12,6 +12,9 @@ of all cases) up to date; they are all that is left in OUT at the end. Exit 1 if
   Requests run cold, then warm from the prefix cache, some of them ended by a stop token.
 - `sleep*`: the same requests before and after level 1, and after level 2 with weights reloaded.
 - `reload*`: other weights in place, from files that were replaced: rows are those of the new.
+
+Without a GPU, the CPU build runs the V1 cases but for `sleep*` and `eagle3*` (which stock 0.21.0
+does not have there), eager and sync: `VLLM_CPU_KVCACHE_SPACE=1 TORCHDYNAMO_DISABLE=1`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -117,13 +121,12 @@ def make_requests() -> list[tuple[list[int], int]]:
 class Running:
     """A started engine and what it has answered so far, by phase."""
 
-    def __init__(self, case: Case, llm: Any, models: Path, on_gpu: bool) -> None:
-        self.case, self.llm, self.models, self.on_gpu = case, llm, models, on_gpu
+    def __init__(self, case: Case, llm: Any, models: Path) -> None:
+        self.case, self.llm, self.models = case, llm, models
         self.phases: dict[str, list[Answer]] = {}
         self.cached: dict[str, int] = {}
         self.truths: dict[str, str] = {}
         self.problems: list[str] = []
-        self.begin = self.metrics()
 
     def ask(self, phase: str, stops: list[int | None] | None = None, truth: str = "") -> None:
         """Run all requests at once; `stops` are token ids that end them."""
@@ -140,7 +143,7 @@ class Running:
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         self.cached[phase] = sum(output.num_cached_tokens or 0 for output in outputs)
         self.truths[phase] = truth or self.case.target
-        self.phases[phase] = []
+        self.phases[phase], stopped = [], 0
         for i, (output, stop) in enumerate(zip(outputs, stops, strict=True)):
             choice = output.outputs[0]
             prompt, rows = output.prompt_routed_experts, choice.routed_experts
@@ -148,11 +151,13 @@ class Running:
             if (len(prompt), len(rows)) != lengths:
                 found = f"{len(prompt)} + {len(rows)}"
                 self.problems.append(f"{phase}, answer {i}: {found} rows, not {lengths}")
-            if stop is not None and (choice.finish_reason, choice.stop_reason) != ("stop", stop):
+            stopped += stop is not None and choice.finish_reason == "stop"
+            if stop is not None and stop in choice.token_ids[:-1]:
                 self.problems.append(f"{phase}, answer {i}: did not stop at token {stop}")
             tokens = np.array([*output.prompt_token_ids, *choice.token_ids])
             answer = Answer(tokens, np.concatenate([prompt, rows]), lengths[0])
             self.phases[phase].append(answer)
+        self.expect("answers ended by a stop token", stopped > 0 or not any(stops))
 
     def rpc(self, method: str, *args: Any) -> Any:
         return self.llm.collective_rpc(method, args=args)[0]
@@ -194,9 +199,11 @@ def serve(running: Running) -> None:
             accepted, drafted = (after[k] - before[k] for k in ("accepted", "drafted"))
             what = f"accepted and rejected drafts in {phase}, got {accepted:.0f} of {drafted:.0f}"
             running.expect(what, 0 < accepted < drafted)
-    running.expect("prefix-cache hits", running.cached["warm"] > running.cached["cold"])
     if "num_gpu_blocks_override" in running.case.args:
+        # too few blocks to keep anything for the warm run
         running.expect("preemptions", running.metrics()["preemptions"] > 0)
+    else:
+        running.expect("prefix-cache hits", running.cached["warm"] > running.cached["cold"])
 
 
 def _reload(running: Running, path: Path) -> None:
@@ -213,6 +220,7 @@ def sleep(running: Running) -> None:
     running.ask("warm")
     running.expect("prefix-cache hits", running.cached["warm"] > running.cached["cold"])
     enough = running.case.args["kv_cache_memory_bytes"] // 2
+    weights = running.rpc("fingerprint")
     for level in (1, 2):
         running.llm.sleep(level=level)
         freed = running.rpc("describe")["freed_bytes"]
@@ -221,8 +229,11 @@ def sleep(running: Running) -> None:
             running.llm.wake_up()
         else:
             running.llm.wake_up(tags=["weights"])
+            running.expect("no weights after level 2", running.rpc("fingerprint") != weights)
             _reload(running, running.models / running.case.target)
             running.llm.wake_up(tags=["kv_cache"])
+        what = f"the same weights after level {level}"
+        running.expect(what, running.rpc("fingerprint") == weights)
         running.ask(f"after-level-{level}")
         cached = running.cached[f"after-level-{level}"]
         what = f"an empty prefix cache after level {level}, got {cached} cached tokens"
@@ -254,10 +265,13 @@ def check_description(running: Running, found: dict[str, Any]) -> None:
     scheduling = case.args.get("async_scheduling", True)
     expect(f"async_scheduling {scheduling}", found["async_scheduling"] == scheduling)
     is_eager = "enforce_eager" in case.args
-    expect("CUDA graphs" if not is_eager else "no CUDA graphs", is_eager == (
-        "NONE" in found["cudagraph_mode"]
-    ))
-    expect("all target routers captured", 0 < found["target_captures"] == found["target_moe_layers"])
+    expect(
+        "CUDA graphs" if not is_eager else "no CUDA graphs",
+        is_eager == ("NONE" in found["cudagraph_mode"]),
+    )
+    expect(
+        "all target routers captured", 0 < found["target_captures"] == found["target_moe_layers"]
+    )
     expect("no draft router captured", found["draft_captures"] == 0)
     if case.draft:
         routers = 1 if case.draft in (MTP, DRAFT) else 0
@@ -274,43 +288,65 @@ def engine_args(case: Case, models: Path, dtype: str, on_gpu: bool) -> dict[str,
             args["speculative_config"]["model"] = str(models / draft)
     if on_gpu:
         return args | dict(worker_cls="tests.gpu.lives_worker.LivesWorker")
-    for name in ("gpu_memory_utilization", "kv_cache_memory_bytes", "compilation_config"):
+    for name in ("kv_cache_memory_bytes", "compilation_config"):
         args.pop(name, None)
-    return args | EAGER
+    return args | EAGER | dict(gpu_memory_utilization=0.1)
+
+
+def _model_to_replace(case: Case, models: Path, directory: Path) -> Path:
+    """A copy of the target, and beside it the weights that are to take the place of its own."""
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(models / case.target, directory / "model")
+    other = models / "other" / "model.safetensors"
+    shutil.copyfile(other, directory / "other-weights.safetensors")
+    return directory / "model"
+
+
+def note(report: dict[str, Any], error: Exception) -> None:
+    """Keep an unexpected error as a problem of the case, and its traceback in the log."""
+    traceback.print_exception(error)
+    report["problems"].append(f"{type(error).__name__}: {str(error)[:500]}")
+
+
+def live(report: dict[str, Any], running: Running, on_gpu: bool) -> None:
+    """Lead the case's life and say what it was made of."""
+    if on_gpu:
+        report["engine"] = running.rpc("describe")
+        check_description(running, report["engine"])
+    LIVES[running.case.life](running)
+    report["drafts"] = running.metrics()
+    report["cached_tokens"] = running.cached
+    if on_gpu and running.case.life != "serve":
+        # weights that were loaded again must not have lost their captures
+        report["engine"] = running.rpc("describe")
+        check_description(running, report["engine"])
 
 
 def run_case(name: str, models: Path, work: Path, out: Path, dtype: str, on_gpu: bool) -> int:
     """Start the engine, lead its life, then judge what it answered."""
     case, begin = CASES[name], time.time()
-    args = engine_args(case, models, dtype, on_gpu)
-    if case.life == "reload":
-        from tests.gpu.lives_models import copy_model
-
-        args["model"] = str(copy_model(models / case.target, work / name / "model"))
-        os.link(copy_model(models / "other", work / name / "other") / "model.safetensors",
-                work / name / "other-weights.safetensors")
     report: dict[str, Any] = dict(case=name, dtype=dtype, problems=[])
     try:
+        args = engine_args(case, models, dtype, on_gpu)
+        if case.life == "reload":
+            args["model"] = str(_model_to_replace(case, models, work / name))
         from vllm import LLM
 
         llm = LLM(**args)
         report["start_s"] = round(time.time() - begin)
-        running = Running(case, llm, work / name if case.life == "reload" else models, on_gpu)
+        running = Running(case, llm, work / name if case.life == "reload" else models)
         report["problems"] = running.problems
-        LIVES[case.life](running)
+        try:
+            live(report, running, on_gpu)
+        except Exception as error:
+            note(report, error)
         arrays = {k: v for p, a in running.phases.items() for k, v in pack(p, a).items()}
         np.savez(work / f"{name}.npz", **arrays)
-        report["drafts"] = running.metrics()
-        report["cached_tokens"] = running.cached
-        if on_gpu:
-            report["engine"] = running.rpc("describe")
-            check_description(running, report["engine"])
         llm.llm_engine.engine_core.shutdown()
         report["lived_s"] = round(time.time() - begin)
         judge_phases(report, running, models, dtype)
     except Exception as error:
-        traceback.print_exc()
-        report["problems"].append(f"{type(error).__name__}: {str(error)[:500]}")
+        note(report, error)
     report["seconds"] = round(time.time() - begin)
     (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
     return int(bool(report["problems"]))
@@ -355,15 +391,24 @@ class Report:
         try:
             found = json.loads(path.read_text())
         except (OSError, ValueError):
-            log = self.out / f"{name}.log"
-            tail = log.read_text(errors="replace")[-600:] if log.exists() else ""
-            found = dict(case=name, problems=[f"no report, exit {code}"], log_tail=tail)
+            found = dict(case=name, problems=[f"no report, exit {code}"])
         found["exit"], found["wall_s"] = code, round(seconds)
+        if code and not found["problems"]:
+            found["problems"].append(f"exit {code}")
+        if found["problems"]:
+            found["log"] = self._errors(name)
         with self.lock:
             self.found[name] = found
             self._compare_with_references()
             print(self.line(name), flush=True)
             self.write()
+
+    def _errors(self, name: str) -> list[str]:
+        """The log's lines that may name a cause, and its last ones."""
+        path = self.out / f"{name}.log"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        named = [line[-300:] for line in lines if "Error: " in line or "assert " in line]
+        return [*named[:6], *(line[-300:] for line in lines[-4:])]
 
     def _compare_with_references(self) -> None:
         for name, found in self.found.items():
@@ -417,6 +462,8 @@ def start_case(name: str, given: argparse.Namespace, models: Path, work: Path) -
     """Run one case in a process of its own, never longer than its limit."""
     case, env = CASES[name], dict(os.environ)
     env |= case.env | {"R3_LIVES_LOCK": str(work / "lock"), "OMP_NUM_THREADS": "4"}
+    # engines that compile the same graph at a time would write the same files
+    env["VLLM_CACHE_ROOT"] = str(work / "cache" / name)
     if given.dtype == "float32":
         env["TRITON_F32_DEFAULT"] = "ieee"
     command = ["timeout", "-k", "5", str(given.limit), sys.executable, "-m", "tests.gpu.lives"]

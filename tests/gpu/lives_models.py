@@ -11,7 +11,6 @@ H hidden size, V vocabulary.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -196,12 +195,6 @@ def _write_draft(directory: Path, tensors: dict[str, Any], **fields: Any) -> Non
         **fields,
     ).save_pretrained(directory)
     _save(directory, tensors)
-
-
-def copy_model(source: Path, directory: Path) -> Path:
-    """A copy whose weights may be replaced."""
-    shutil.rmtree(directory, ignore_errors=True)
-    return Path(shutil.copytree(source, directory))
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Truth:
         return hook
 
     def __call__(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sorted ids (S - 1, M, K) and margins (S - 1, M) of the M MoE layers; logits (S - 1, V)."""
+        """Sorted ids (S - 1, M, K), margins (S - 1, M) of the M MoE layers, logits (S - 1, V)."""
         key = tokens.tobytes()
         if key not in self._known:
             truth = self.oracle.truth(tokens.tolist())

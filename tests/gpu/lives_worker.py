@@ -74,6 +74,11 @@ class LivesWorker(Worker):
             freed_bytes=int(self.freed_bytes),
         )
 
+    def fingerprint(self) -> str:
+        """One number for all weights of the target."""
+        parameters = self.model_runner.get_model().parameters()
+        return repr(sum(float(p.double().abs().sum()) for p in parameters))
+
     def reload_layerwise(self, path: str) -> None:
         """What `reload_weights` of the V1 runner does, for the V2 runner, which has none."""
         from vllm.model_executor.model_loader import get_model_loader
@@ -85,7 +90,7 @@ class LivesWorker(Worker):
         model: Any = self.model_runner.get_model()
         self.model_config.model = path
         loader: Any = get_model_loader(self.load_config)
-        with torch.device(self.device):
+        with torch.device(self.model_runner.device):
             initialize_layerwise_reload(model)
             model.load_weights(loader.get_all_weights(self.model_config, model))
             finalize_layerwise_reload(model, self.model_config)
