@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import shutil
@@ -523,7 +524,7 @@ if __name__ == "__main__":
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"unknown cases {sorted(unknown)}, known are {', '.join(CASES)}")
     if arguments.run:
-        has_gpu = Path("/dev/nvidiactl").exists()
+        has_gpu = "cpu" not in importlib.metadata.version("vllm")
         sys.exit(
             run_case(
                 arguments.cases[0],
