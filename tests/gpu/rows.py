@@ -17,6 +17,7 @@ added to OUT/rows.json as soon as its engine has ended.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.gpu.ray_head import ray_head
 from tests.gpu.requests import make_model, make_requests, served_rows
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -121,10 +123,6 @@ def num_requests(suite: str, name: str) -> int:
 
 def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: str) -> None:
     """Run a suite's requests twice and save tokens and rows."""
-    if suite == "ray":
-        import ray
-
-        ray.init(num_gpus=2, num_cpus=4, include_dashboard=False, object_store_memory=2**29)
     from vllm import LLM, SamplingParams
 
     begin = time.time()
@@ -260,7 +258,10 @@ def run_config(
     command = ["timeout", "-k", "5", str(limit), sys.executable, "-m", "tests.gpu.rows"]
     command += [str(out), suite, "--run", name, "--model", str(model)]
     command += ["--result", str(work / f"{suite}-{name}.npz"), "--args", json.dumps(args)]
-    with open(out / f"{suite}-{name}.log", "w") as log:
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(open(out / f"{suite}-{name}.log", "w"))
+        if suite == "ray":
+            env = stack.enter_context(ray_head(num_gpus=2, num_cpus=2, environment=env))
         return subprocess.run(
             command, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT
         ).returncode
