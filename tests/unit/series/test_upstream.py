@@ -12,7 +12,7 @@ from lab import SOURCES, Lab
 from vllm_r3.cli import main
 from vllm_r3.errors import R3Error
 from vllm_r3.series.apply import apply_series
-from vllm_r3.series.folder import Series, read_series
+from vllm_r3.series.folder import Series, apply_patch, read_series
 from vllm_r3.series.git import Git
 from vllm_r3.series.importing import commit_base
 from vllm_r3.series.source import pinned_wheel, python_files
@@ -200,8 +200,6 @@ def test_this_series_by_git_am_makes_the_files_of_the_strict_reader(
     sent = upstream_patches(series)
     am(git, sent, "--keep-non-patch")
     files: dict[str, bytes | None] = dict(sources)
-    from vllm_r3.series.folder import apply_patch
-
     for patch in series.patches():
         apply_patch(patch, files)
     want = {path: data for path, data in files.items() if data is not None}
@@ -213,6 +211,29 @@ def test_this_series_by_git_am_makes_the_files_of_the_strict_reader(
     assert git.text("log", f"--grep=^Signed-off-by: {SENDER}", "--format=%s").count("\n") == (
         len(sent) - 1
     )
+
+
+def test_no_prefix_of_this_series_uses_a_name_that_nothing_defines(
+    series: Series, tmp_path: Path
+) -> None:
+    try:
+        wheel = pinned_wheel(series.pin, "cpu", fetch=False)
+    except R3Error as error:
+        pytest.skip(f"the cpu wheel is not in the cache: {error}")
+    files: dict[str, bytes | None] = dict(python_files(wheel))
+    for number, patch in enumerate(series.patches(), 1):
+        apply_patch(patch, files)
+        for change in patch.changes:
+            data = files[change.path]
+            if data is not None and change.path.endswith(".py"):
+                file = tmp_path / f"{number:02d}" / change.path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
+    command = ["ruff", "check", "--isolated", "--select", "F821,F811,F401", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_patch_of_this_series_stands_in_upstream_md(series: Series) -> None:
