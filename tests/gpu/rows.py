@@ -270,8 +270,8 @@ def run_config(
 class Report:
     """What was found, written again after every comparison."""
 
-    def __init__(self, out: Path, work: Path, model: Path) -> None:
-        self.out, self.work, self.model = out, work, model
+    def __init__(self, out: Path, work: Path, model: Path, jobs: list[tuple[str, str]]) -> None:
+        self.out, self.work, self.model, self.jobs = out, work, model, jobs
         self.lock = threading.Lock()
         self.comparison: Comparison | None = None
         self.found: dict[str, Any] = {}
@@ -283,7 +283,8 @@ class Report:
             self.found[f"{suite}/{name}"] = dict(exit=code)
             self.waiting.setdefault(suite, set()).add(name)
             for ready in sorted(self.waiting[suite]):
-                if f"{suite}/{SUITES[suite][ready][0]}" in self.found:
+                reference = SUITES[suite][ready][0]
+                if (suite, reference) not in self.jobs or f"{suite}/{reference}" in self.found:
                     self.waiting[suite].discard(ready)
                     self.compare(suite, ready)
             (self.out / "rows.json").write_text(json.dumps(self.found, indent=1))
@@ -314,7 +315,8 @@ def main(out: Path, suites: list[str], at_once: int, limit: int, only: str) -> i
         subprocess.run(command, check=True)
     listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
     num_gpus = len(listed.splitlines())
-    report = Report(out, work, model)
+    jobs = [(s, n) for s in suites for n in SUITES[s] if not only or n in only.split(",")]
+    report = Report(out, work, model, jobs)
 
     def run(suite: str, name: str) -> int:
         begin = time.time()
@@ -323,7 +325,6 @@ def main(out: Path, suites: list[str], at_once: int, limit: int, only: str) -> i
         report.add(suite, name, code)
         return code
 
-    jobs = [(s, n) for s in suites for n in SUITES[s] if not only or n in only.split(",")]
     with ThreadPoolExecutor(at_once) as pool:
         codes = list(pool.map(lambda job: run(*job), jobs))
     failed = [entry for entry in report.found.values() if entry["exit"] or "error" in entry]
