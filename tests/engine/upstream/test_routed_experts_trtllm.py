@@ -343,13 +343,25 @@ def test_kernel_made_by_loading_weights_again_is_captured(
     assert [out.data_ptr() for out in calls] == [staging[1].data_ptr()] * 2
 
 
-def test_flashinfer_without_the_output_fails_the_first_pass(calls, monkeypatch):
+def test_flashinfer_without_the_output_works_while_nobody_captures(calls, monkeypatch):
     fused_moe = sys.modules["flashinfer.fused_moe"]
     monkeypatch.setattr(fused_moe, "trtllm_bf16_moe", trtllm_bf16_moe_of_old)
     layer = Layer(1, QuantMethod(make_kernel("bf16", monkeypatch)))
-    bind(layer)
-    with pytest.raises(TypeError, match="argument 'routing_replay_out'$"):
-        layer.run(make_logits(make_choices(5, 1)))
+    layer.run(make_logits(make_choices(5, 1)))
+
+
+def test_flashinfer_without_the_output_is_refused(calls, monkeypatch):
+    fused_moe = sys.modules["flashinfer.fused_moe"]
+    monkeypatch.setattr(fused_moe, "trtllm_bf16_moe", trtllm_bf16_moe_of_old)
+    layer = Layer(1, QuantMethod(make_kernel("bf16", monkeypatch)))
+    message = (
+        "--enable-return-routed-experts: the MoE kernel TrtLlmBf16Experts needs a "
+        "FlashInfer whose trtllm_bf16_moe has the output routing_replay_out; the "
+        "installed one has none. Install the flashinfer-python that this vLLM "
+        "requires, or start with another kernel, for example --moe-backend triton."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_capture_support(layer, NUM_LAYERS)
 
 
 def test_model_of_other_kernels_keeps_the_wider_buffer(monkeypatch):
@@ -382,7 +394,7 @@ def test_unquantized_method_knows_which_kernels_hand_out_their_choice(
     ("dp_size", "enable_eplb"), [(1, False), (2, False), (1, True), (2, True)]
 )
 def test_ids_of_all_ranks_or_of_physical_experts_are_refused(
-    kernel: FusedMoEKernel, dp_size: int, enable_eplb: bool
+    calls, kernel: FusedMoEKernel, dp_size: int, enable_eplb: bool
 ):
     layer = Layer(1, QuantMethod(kernel, dp_size=dp_size), enable_eplb)
     if dp_size == 1 and not enable_eplb:
