@@ -93,7 +93,9 @@ class Truth:
     def _remember_scores(self, number: int) -> Any:
         """GLM-4 chooses the largest sigmoid scores plus bias; the oracle has no margin of it."""
 
-        def hook(gate: Any, args: Any, logits: Any) -> None:
+        def hook(gate: Any, args: Any, out: Any) -> None:
+            # transformers returns the weights and the choice with the logits from 5.1x on
+            logits = out[0] if isinstance(out, tuple) else out
             scores = logits.float().sigmoid() + gate.e_score_correction_bias
             self._scores[number] = scores.numpy()
 
