@@ -42,7 +42,7 @@ UNCACHED = dict(enable_prefix_caching=False)
 SYNC = dict(async_scheduling=False)
 NGRAM = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3))
 TP2 = dict(tensor_parallel_size=2)
-DP2 = dict(data_parallel_size=2)
+DP2 = dict(data_parallel_size=2, api_server_count=1)
 EP = dict(enable_expert_parallel=True)
 EPLB = dict(
     enable_eplb=True,
@@ -56,10 +56,10 @@ SUITES: dict[str, dict[str, Config]] = {
     "parallel": {
         "tp1": ("tp1", {}, {}),
         "tp2": ("tp1", {}, TP2),
-        "tp2-v2": ("tp1", V2, TP2),
         "tp2-ep": ("tp1", {}, TP2 | EP),
-        "tp2-ep-eplb": ("tp1", {}, TP2 | EP | EPLB),
         "dp2-ep": ("tp1", {}, DP2 | EP),
+        "tp2-v2": ("tp1", V2, TP2),
+        "tp2-ep-eplb": ("tp1", {}, TP2 | EP | EPLB),
         "dp2-ep-v2": ("tp1", V2, DP2 | EP),
         "dp2": ("tp1", {}, DP2),
         "tp2-dp2-ep": ("tp1", {}, TP2 | DP2 | EP),
@@ -91,6 +91,7 @@ SUITES: dict[str, dict[str, Config]] = {
         "v1-small-chunks": ("plain", {}, dict(max_num_batched_tokens=96)),
         "v1-ngram": ("plain", {}, NGRAM),
         "v2": ("plain", V2, {}),
+        "v2-piecewise": ("plain", V2, PIECEWISE),
         "v2-eager": ("plain", V2, EAGER),
         "v2-preempting": ("plain", V2, dict(num_gpu_blocks_override=400)),
     },
@@ -233,7 +234,7 @@ def arguments(suite: str, name: str, num_gpus: int) -> tuple[dict[str, str], dic
     """Environment and engine arguments of a configuration on this host."""
     _, env, args = SUITES[suite][name]
     env, args = dict(env), COMMON | args
-    if suite == "parallel":
+    if suite in ("parallel", "ray"):
         # few graphs: capturing one costs time slices where ranks share a GPU, and padding more
         args["compilation_config"] = dict(cudagraph_capture_sizes=[1, 8, 16, 32, 64])
     if suite == "exact":
