@@ -9,9 +9,11 @@ platform of data_parallel_platform.py adds what the CPU build lacks. One process
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -78,7 +80,10 @@ def runs(models, environment, tmp_path_factory) -> dict[str, Run]:
             ended: Any = process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             ended = f"none after {LIMIT} s"
-            os.killpg(process.pid, 9)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing is left when all went well
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     assert ended == 0, f"exit {ended}:\n{(out / 'log').read_text(errors='replace')[-6000:]}"
     return {name: read_run(out, name) for name in CASES}
 
