@@ -7,6 +7,7 @@ for one of its own. Routing, dispatch, capture and all else is vLLM's. What is d
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 class Communicator(CpuCommunicator):
     """CpuCommunicator with the collectives of AgRsAll2AllManager, over gloo."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.supports_tensor_dict:
+            # all ranks have it mapped by now; the stock build leaves these 4 MiB behind for ever
+            name = f"{self.dist_module.group_name}_{self.rank}"
+            Path("/dev/shm", name).unlink(missing_ok=True)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Gather equal parts; the shared-memory kernel knows floats only."""
