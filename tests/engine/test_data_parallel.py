@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 from data_parallel_engines import CASES, MAX_TOKENS, PROMPTS, RANKS, TURNS
 from data_parallel_notes import read_notes
+from platform_plugin import write_plugin
 from serving.kit import ENDPOINTS, Answer, Kit, read_answer, request, seeded_prompt, serving
 from truths import check_greedy, check_rows
 
@@ -52,16 +53,9 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> dict[str, str]:
     """Variables with which every new process finds the platform."""
-    folder = tmp_path_factory.mktemp("plugin")
-    info = folder / "r3_data_parallel_platform-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: r3-data-parallel-platform\nVersion: 1\n"
-    )
-    entry = "r3_data_parallel_platform = data_parallel_platform:register"
-    (info / "entry_points.txt").write_text(f"[vllm.platform_plugins]\n{entry}\n")
+    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), "data_parallel_platform")
     before = os.environ.get("PYTHONPATH")
-    path = [str(folder), str(HERE), *([before] if before else [])]
+    path = [plugin, *([before] if before else [])]
     return ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)}
 
 

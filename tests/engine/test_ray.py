@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from engines import CPU_ENV, engine
+from platform_plugin import write_plugin
 from ray_engines import CASES, MAX_TOKENS, OPTIONS, PROMPTS, ask
 from truths import check_greedy, check_rows
 
@@ -34,16 +35,6 @@ class Run(NamedTuple):
 
     arrays: dict[str, np.ndarray]
     facts: dict[str, Any]
-
-
-def write_plugin(folder: Path) -> str:
-    """Make ray_platform.py an installed plugin; what to put on PYTHONPATH."""
-    info = folder / "r3_ray_platform-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: r3-ray-platform\nVersion: 1\n")
-    entry = "[vllm.platform_plugins]\nr3_ray_platform = ray_platform:register\n"
-    (info / "entry_points.txt").write_text(entry)
-    return os.pathsep.join([str(folder), str(HERE)])
 
 
 def run_engines(model: Path, out: Path, environment: dict[str, str]) -> None:
@@ -65,7 +56,7 @@ def runs(models, tmp_path_factory) -> dict[str, Run]:
     out = tmp_path_factory.mktemp("ray")
     # not only for the driver: the compiled-graph executor hands few variables on to its workers
     given = CPU_ENV | {"TORCHDYNAMO_DISABLE": "1", "RAY_CGRAPH_get_timeout": STALL}
-    given["PYTHONPATH"] = write_plugin(out)
+    given["PYTHONPATH"] = write_plugin(out, "ray_platform")
     with ray_head(1, 1, given, object_store_bytes=80_000_000, gpus_of_others=[1]) as environment:
         run_engines(models("moe"), out, environment)
     return {
