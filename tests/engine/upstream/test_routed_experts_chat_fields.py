@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Fields of routed experts on /v1/chat/completions."""
 
+import inspect
+
 import pytest
 
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -10,7 +12,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponseStreamChoice,
     ChatMessage,
 )
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.engine.protocol import DeltaMessage
+from vllm.entrypoints.serve.routed_experts.frontend import NO_ROUTED_EXPERTS
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -29,3 +33,12 @@ def test_choice_without_rows_is_that_of_the_base():
     assert choice["routed_experts"] is None
     streamed = ChatCompletionResponseStreamChoice(index=0, delta=DeltaMessage())
     assert "routed_experts" not in streamed.model_dump()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_completion_stream_generator", "chat_completion_full_generator"],
+)
+def test_subclasses_may_call_the_generators_as_before(name: str):
+    parameters = inspect.signature(getattr(OpenAIServingChat, name)).parameters
+    assert parameters["experts"].default is NO_ROUTED_EXPERTS

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Fields of routed experts on /v1/completions."""
 
+import inspect
+
 import pytest
 
 from vllm.entrypoints.openai.completion.protocol import (
@@ -9,6 +11,8 @@ from vllm.entrypoints.openai.completion.protocol import (
     CompletionResponseChoice,
     CompletionResponseStreamChoice,
 )
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.routed_experts.frontend import NO_ROUTED_EXPERTS
 
 
 @pytest.mark.parametrize("wanted", [None, True, False])
@@ -24,3 +28,12 @@ def test_choice_without_rows_is_that_of_the_base():
     assert "prompt_routed_experts" not in choice
     streamed = CompletionResponseStreamChoice(index=0, text="a").model_dump()
     assert not {"routed_experts", "prompt_routed_experts"} & streamed.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["completion_stream_generator", "request_output_to_completion_response"],
+)
+def test_subclasses_may_call_the_generators_as_before(name: str):
+    parameters = inspect.signature(getattr(OpenAIServingCompletion, name)).parameters
+    assert parameters["experts"].default is NO_ROUTED_EXPERTS

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Rows to JSON text, and the text into the answer."""
+"""What rows a request gets, rows to JSON text, and the text into the answer."""
 
+import asyncio
 import base64
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +16,25 @@ from vllm.entrypoints.serve.routed_experts.encoding import (
     RoutedExpertsRows,
     base64_chunks,
 )
-from vllm.entrypoints.serve.routed_experts.protocol import ChoiceRows, PromptRows
+from vllm.entrypoints.serve.routed_experts.frontend import (
+    NO_ROUTED_EXPERTS,
+    RoutedExpertsFrontend,
+)
+from vllm.entrypoints.serve.routed_experts.protocol import (
+    ChoiceRows,
+    PromptRows,
+    RoutedExpertsRequestFields,
+)
 from vllm.entrypoints.serve.routed_experts.splice import json_response, sse_event
+from vllm.sampling_params import SamplingParams
+
+INFO = {
+    "num_layers": 4,
+    "moe_layers": [1, 3],
+    "num_experts": 300,
+    "top_k": 2,
+    "dtype": "int16",
+}
 
 
 def make_rows(num_rows: int, dtype: str, most: int) -> np.ndarray:
@@ -82,11 +101,64 @@ def test_rows_are_put_into_the_answer_once_each():
     }
     assert json.loads(json_response(answer).body) == expected
     event = sse_event(answer)
-    assert isinstance(event, bytes) and event.startswith(b"data: ")
-    assert json.loads(event[len(b"data: ") :]) == expected
+    assert isinstance(event, str) and event.startswith("data: ")
+    assert json.loads(event[len("data: ") :]) == expected
 
 
 def test_answer_without_rows_is_written_as_ever():
     answer = Answer(text="a")
     assert json.loads(json_response(answer).body) == answer.model_dump()
     assert sse_event(answer) == f"data: {answer.model_dump_json()}\n\n"
+
+
+class FakeEngine:
+    """An engine whose workers all answer INFO."""
+
+    def __init__(self, **model_config: object) -> None:
+        self.calls: list[str] = []
+        self.model_config = SimpleNamespace(**model_config)
+
+    async def collective_rpc(self, method: str) -> list[dict]:
+        self.calls.append(method)
+        return [INFO, INFO]
+
+
+def test_engine_is_asked_once_and_by_the_first_request_that_wants_rows():
+    engine = FakeEngine(
+        enable_return_routed_experts=True,
+        routed_experts_encoding="npy",
+        routed_experts_layout="split",
+    )
+    frontend = RoutedExpertsFrontend(engine)
+    unwanted = RoutedExpertsRequestFields(return_routed_experts=False)
+    wanted = RoutedExpertsRequestFields(
+        routed_experts_prompt_start=2, routed_experts_layout="full"
+    )
+
+    async def ask() -> None:
+        answer = await frontend.new_answer(unwanted, SamplingParams(), 5)
+        assert answer is NO_ROUTED_EXPERTS and engine.calls == []
+        for _ in range(2):
+            params = SamplingParams()
+            answer = await frontend.new_answer(wanted, params, 5)
+            assert answer.meta.model_dump() == {
+                **INFO,
+                "start": 2,
+                "encoding": "npy",
+                "layout": "full",
+            }
+            assert params.return_routed_experts is True
+            assert params.routed_experts_prompt_start == 2
+
+    asyncio.run(ask())
+    assert engine.calls == ["get_routed_experts_info"]
+
+
+def test_engine_that_does_not_know_the_flag_returns_none():
+    engine = FakeEngine()
+    frontend = RoutedExpertsFrontend(engine)
+    params = SamplingParams()
+    request = RoutedExpertsRequestFields()
+    answer = asyncio.run(frontend.new_answer(request, params, 5))
+    assert answer is NO_ROUTED_EXPERTS and engine.calls == []
+    assert not params.return_routed_experts

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Fields of routed experts on /inference/v1/generate."""
 
+import inspect
+
 import pytest
 from pydantic import ValidationError
 
@@ -11,6 +13,8 @@ from vllm.entrypoints.serve.disagg.protocol import (
     GenerateResponseChoice,
     GenerateResponseStreamChoice,
 )
+from vllm.entrypoints.serve.disagg.serving import ServingTokens
+from vllm.entrypoints.serve.routed_experts.frontend import NO_ROUTED_EXPERTS
 
 NAMES = {"routed_experts", "prompt_routed_experts", "routed_experts_meta"}
 
@@ -48,3 +52,12 @@ def test_answer_without_rows_has_none_of_the_fields():
     assert not NAMES & choice.model_dump().keys()
     streamed = GenerateResponseStreamChoice(index=0, token_ids=[1])
     assert not NAMES & streamed.model_dump().keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["serve_tokens_stream_generator", "serve_tokens_full_generator"],
+)
+def test_subclasses_may_call_the_generators_as_before(name: str):
+    parameters = inspect.signature(getattr(ServingTokens, name)).parameters
+    assert parameters["experts"].default is NO_ROUTED_EXPERTS

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Routed experts survive the merging of outputs."""
+"""Routed experts of a request are gathered and survive the merging of outputs."""
 
 import numpy as np
 import pytest
 
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.output_processor import RoutedExpertsPieces
 
 PROMPT_ROWS = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
 ROWS = PROMPT_ROWS + 100
@@ -63,3 +64,35 @@ def test_prompt_rows_come_from_whichever_choice_has_them_first():
 def test_repr_shows_the_shape_and_not_the_rows():
     text = repr(make_output(1, ROWS).outputs[0])
     assert "routed_experts=(2, 2, 2)" in text
+
+
+@pytest.mark.parametrize("num_pieces", [1, 2, 63, 64, 65, 200])
+def test_pieces_are_joined_in_order(num_pieces: int):
+    rows = np.arange(5 * num_pieces, dtype=np.int16).reshape(-1, 1, 1)
+    pieces = RoutedExpertsPieces()
+    assert not pieces
+    for piece in np.split(rows, num_pieces):
+        pieces.add(piece)
+    assert pieces and pieces.num_rows == len(rows)
+    np.testing.assert_array_equal(pieces.join(), rows)
+
+
+def test_piece_without_rows_is_a_piece():
+    pieces = RoutedExpertsPieces()
+    pieces.add(PROMPT_ROWS[:0])
+    assert pieces and pieces.num_rows == 0
+    assert pieces.join().shape == (0, 2, 2)
+
+
+def test_small_piece_does_not_keep_the_message_it_came_in():
+    message = np.zeros((1000, 2, 2), dtype=np.uint8)
+    pieces = RoutedExpertsPieces()
+    pieces.add(message[500:501])
+    assert not np.shares_memory(pieces.join(), message)
+
+
+def test_large_piece_is_not_copied():
+    rows = np.zeros((2**14, 2, 2), dtype=np.uint8)
+    pieces = RoutedExpertsPieces()
+    pieces.add(rows)
+    assert pieces.join() is rows

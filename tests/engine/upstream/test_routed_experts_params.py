@@ -8,9 +8,11 @@ import pytest
 
 from vllm.sampling_params import (
     BeamSearchParams,
+    RequestOutputKind,
     SamplingParams,
     verify_routed_experts,
 )
+from vllm.v1.engine.async_llm import AsyncLLM
 
 ON = SimpleNamespace(enable_return_routed_experts=True)
 OFF = SimpleNamespace(enable_return_routed_experts=False)
@@ -59,3 +61,20 @@ def test_request_that_wants_none_passes_on_any_server(wanted: bool | None):
 def test_wrong_types_are_refused(name: str, value: object):
     with pytest.raises(ValueError, match=f"^{name} must be "):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"return_routed_experts": True}, {"routed_experts_prompt_start": 2}]
+)
+def test_streaming_input_that_wants_rows_is_refused(wanted: dict):
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, **wanted)
+    with pytest.raises(ValueError, match="^Input streaming returns no routed experts"):
+        AsyncLLM._validate_streaming_input_sampling_params(params)
+
+
+@pytest.mark.parametrize("wanted", [None, False])
+def test_streaming_input_that_wants_none_is_accepted(wanted: bool | None):
+    params = SamplingParams(
+        output_kind=RequestOutputKind.DELTA, return_routed_experts=wanted
+    )
+    AsyncLLM._validate_streaming_input_sampling_params(params)
