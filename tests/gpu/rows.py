@@ -7,6 +7,8 @@ added to OUT/rows.json as soon as its engine has ended.
 
 - `exact`: bfloat16, one request at a time, so that all configurations run the same shapes; rows
   must be bit-identical within a family of equal arithmetic (compiled or not, the same graphs).
+- `invariant`: bfloat16 with batch-invariant kernels, 256 requests of mixed lengths at once, cold
+  and then warm; rows must be bit-identical whatever runs beside them, on both runners.
 - `values`: float32 without TF32, 256 requests of mixed lengths at once, cold and then warm;
   rows must be those of a float32 Hugging Face forward pass but for near ties.
 - `parallel`: the same through `vllm serve`, with tensor, expert, data and sequence parallelism.
@@ -34,6 +36,7 @@ from tests.gpu.ray_head import ray_head
 from tests.gpu.requests import make_model, make_requests, served_rows
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 RAY_V1 = {"VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0"}
 EAGER = dict(enforce_eager=True)
 FULL_GRAPHS = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY"))
@@ -81,6 +84,21 @@ SUITES: dict[str, dict[str, Config]] = {
         "v2-piecewise": ("v1-piecewise", V2, PIECEWISE | UNCACHED),
         "v2-compiled": ("v1-compiled", V2, UNCACHED),
     },
+    "invariant": {
+        "plain": ("plain", INVARIANT, EAGER | UNCACHED | SYNC),
+        "v1": ("v1", INVARIANT, {}),
+        "v2": ("v1", INVARIANT | V2, {}),
+        "v1-eager": ("plain", INVARIANT, EAGER),
+        "v2-eager": ("plain", INVARIANT | V2, EAGER),
+        "v1-full-graphs": ("plain", INVARIANT, FULL_GRAPHS),
+        "v2-full-graphs": ("plain", INVARIANT | V2, FULL_GRAPHS),
+        "v1-piecewise": ("v1", INVARIANT, PIECEWISE),
+        "v2-piecewise": ("v1", INVARIANT | V2, PIECEWISE),
+        "v1-preempting": ("v1", INVARIANT, dict(num_gpu_blocks_override=400)),
+        "v2-preempting": ("v1", INVARIANT | V2, dict(num_gpu_blocks_override=400)),
+        "v1-small-chunks": ("v1", INVARIANT, dict(max_num_batched_tokens=96)),
+        "alone": ("plain", INVARIANT, EAGER | UNCACHED | SYNC | dict(max_num_seqs=1)),
+    },
     "values": {
         "plain": ("plain", {}, EAGER | UNCACHED | SYNC),
         "v1": ("plain", {}, {}),
@@ -115,7 +133,7 @@ def ranks(suite: str, name: str) -> int:
 
 
 def num_requests(suite: str, name: str) -> int:
-    if suite == "exact":
+    if suite == "exact" or name == "alone":
         return 32
     if suite == "parallel":
         return 48 if ranks(suite, name) > 2 else 128
@@ -237,7 +255,7 @@ def arguments(suite: str, name: str, num_gpus: int) -> tuple[dict[str, str], dic
     if suite in ("parallel", "ray"):
         # few graphs: capturing one costs time slices where ranks share a GPU, and padding more
         args["compilation_config"] = dict(cudagraph_capture_sizes=[1, 8, 16, 32, 64])
-    if suite == "exact":
+    if suite in ("exact", "invariant"):
         args["dtype"] = "bfloat16"
     else:
         args["dtype"] = "float32"

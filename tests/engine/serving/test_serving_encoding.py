@@ -148,7 +148,7 @@ def test_spliced_answer_equals_the_answer_written_whole(text):
     response = response_of(text)
     assert json.loads(json_response(response).body) == json.loads(response.model_dump_json())
     event = sse_event(response)
-    assert isinstance(event, bytes) and event.startswith(b"data: ") and event.endswith(b"\n\n")
+    assert isinstance(event, str) and event.startswith("data: ") and event.endswith("\n\n")
     assert json.loads(event[6:]) == json.loads(response.model_dump_json())
 
 
