@@ -4,7 +4,9 @@
 groups of sides, one group after the other. The engines of a group (joined by `+`) all stay on the
 GPU and are measured in turn, round by round, so that they meet the same drift of a shared
 machine; a group of one has the GPU for itself. Medians with their spread go into DIR/engine.json
-and a small table on stdout.
+and a small table on stdout. A throughput round also tells the seconds until the first token of all
+requests (`first_token_s`, from a round of its own), and the CPU seconds and page faults of the
+side's processes, which show whether a difference is work, memory or waiting.
 
 A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
 (flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
@@ -25,6 +27,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 SHAPES: dict[str, dict[str, Any]] = {
     # Qwen3-30B-A3B
@@ -123,20 +127,38 @@ class Engine:
                 raise SystemExit(f"expected no rows, got {rows.shape}")
         return seconds
 
-    def measure(self, quantity: str) -> float:
-        """One value of "warm_up", "tokens_per_second", or "step_ms_BATCH"."""
+    def measure(self, quantity: str) -> dict[str, float]:
+        """Values of "warm_up", "tokens_per_second", or "step_ms_BATCH"."""
         requests, prompt, generated, _ = self.load
         if quantity == "warm_up":
-            return self.generate(requests, prompt, 32)
-        if quantity == "tokens_per_second":
-            return requests * generated / self.generate(requests, prompt, generated)
-        return self.step_ms(int(quantity.rpartition("_")[2]))
+            return {quantity: self.generate(requests, prompt, 32)}
+        if quantity != "tokens_per_second":
+            return {quantity: self.step_ms(int(quantity.rpartition("_")[2]))}
+        first_token_s = self.generate(requests, prompt, 1)
+        before = usage()
+        seconds = self.generate(requests, prompt, generated)
+        used = {name: value - before[name] for name, value in usage().items()}
+        return {quantity: requests * generated / seconds, "first_token_s": first_token_s} | used
 
     def step_ms(self, batch: int, short: int = 16, long: int = 144) -> float:
         """Milliseconds of one decode step at `batch`, from two lengths of answer."""
         fast = self.generate(batch, 64, short)
         slow = self.generate(batch, 64, long)
         return (slow - fast) / (long - short) * 1e3
+
+
+def usage() -> dict[str, float]:
+    """CPU seconds and minor page faults so far of this process and those it started."""
+    total = dict(user_s=0.0, system_s=0.0, minor_faults=0.0)
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            times = process.cpu_times()
+            total["user_s"] += times.user
+            total["system_s"] += times.system
+            stat = Path(f"/proc/{process.pid}/stat").read_text()
+            total["minor_faults"] += int(stat.rpartition(")")[2].split()[7])
+    return total
 
 
 def count_kernels(engine: Engine) -> dict[str, float]:
@@ -235,7 +257,8 @@ def measure_group(sides: list[Side], args: argparse.Namespace) -> None:
     plan += [step for step in steps for _ in range(2 * args.rounds + 1)]
     for turn, quantity in enumerate(plan):
         for side in sides if turn % 2 else reversed(sides):
-            side.result.setdefault(quantity, []).append(side.ask(quantity))
+            for name, value in side.ask(quantity).items():
+                side.result.setdefault(name, []).append(value)
 
 
 def summarize(sides: list[tuple[str, dict[str, list[float]]]]) -> str:
