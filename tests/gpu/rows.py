@@ -7,8 +7,8 @@ added to OUT/rows.json as soon as its engine has ended.
 
 - `exact`: bfloat16, one request at a time, so that all configurations run the same shapes; rows
   must be bit-identical within a family of equal arithmetic (compiled or not, the same graphs).
-- `invariant`: bfloat16 with batch-invariant kernels, 256 requests of mixed lengths at once, cold
-  and then warm; rows must be bit-identical whatever runs beside them, on both runners.
+- `invariant`: bfloat16 with batch-invariant kernels, 256 requests of mixed lengths at once, each
+  prompt in one piece; rows must be bit-identical whatever runs beside them, on both runners.
 - `values`: float32 without TF32, 256 requests of mixed lengths at once, cold and then warm;
   rows must be those of a float32 Hugging Face forward pass but for near ties.
 - `parallel`: the same through `vllm serve`, with tensor, expert, data and sequence parallelism.
@@ -43,6 +43,8 @@ FULL_GRAPHS = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_O
 PIECEWISE = dict(compilation_config=dict(cudagraph_mode="PIECEWISE"))
 UNCACHED = dict(enable_prefix_caching=False)
 SYNC = dict(async_scheduling=False)
+# batch-invariant kernels are not invariant to where a prompt is cut
+WHOLE = UNCACHED | dict(enable_chunked_prefill=False)
 NGRAM = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3))
 TP2 = dict(tensor_parallel_size=2)
 DP2 = dict(data_parallel_size=2, api_server_count=1)
@@ -85,19 +87,16 @@ SUITES: dict[str, dict[str, Config]] = {
         "v2-compiled": ("v1-compiled", V2, UNCACHED),
     },
     "invariant": {
-        "plain": ("plain", INVARIANT, EAGER | UNCACHED | SYNC),
-        "v1": ("v1", INVARIANT, {}),
-        "v2": ("v1", INVARIANT | V2, {}),
-        "v1-eager": ("plain", INVARIANT, EAGER),
-        "v2-eager": ("plain", INVARIANT | V2, EAGER),
-        "v1-full-graphs": ("plain", INVARIANT, FULL_GRAPHS),
-        "v2-full-graphs": ("plain", INVARIANT | V2, FULL_GRAPHS),
-        "v1-piecewise": ("v1", INVARIANT, PIECEWISE),
-        "v2-piecewise": ("v1", INVARIANT | V2, PIECEWISE),
-        "v1-preempting": ("v1", INVARIANT, dict(num_gpu_blocks_override=400)),
-        "v2-preempting": ("v1", INVARIANT | V2, dict(num_gpu_blocks_override=400)),
-        "v1-small-chunks": ("v1", INVARIANT, dict(max_num_batched_tokens=96)),
-        "alone": ("plain", INVARIANT, EAGER | UNCACHED | SYNC | dict(max_num_seqs=1)),
+        "plain": ("plain", INVARIANT, EAGER | WHOLE | SYNC),
+        "v1": ("v1", INVARIANT, WHOLE),
+        "v2": ("v1", INVARIANT | V2, WHOLE),
+        "v1-eager": ("plain", INVARIANT, EAGER | WHOLE),
+        "v2-eager": ("plain", INVARIANT | V2, EAGER | WHOLE),
+        "v1-full-graphs": ("plain", INVARIANT, FULL_GRAPHS | WHOLE),
+        "v2-full-graphs": ("plain", INVARIANT | V2, FULL_GRAPHS | WHOLE),
+        "v1-piecewise": ("v1-piecewise", INVARIANT, PIECEWISE | WHOLE),
+        "v2-piecewise": ("v1-piecewise", INVARIANT | V2, PIECEWISE | WHOLE),
+        "alone": ("plain", INVARIANT, EAGER | WHOLE | SYNC | dict(max_num_seqs=1)),
     },
     "values": {
         "plain": ("plain", {}, EAGER | UNCACHED | SYNC),
