@@ -41,7 +41,9 @@ def make_rows(num_rows: int, dtype: str, most: int) -> np.ndarray:
     return (np.arange(num_rows * 6) * 37 % most).astype(dtype).reshape(num_rows, 3, 2)
 
 
-@pytest.mark.parametrize("sizes", [(0,), (1,), (3, 2), (0, 4), (1, 1, 1), (511, 514), (1025,)])
+@pytest.mark.parametrize(
+    "sizes", [(0,), (1,), (3, 2), (0, 4), (1, 1, 1), (511, 514), (1025,)]
+)
 @pytest.mark.parametrize(("dtype", "most"), [("uint8", 256), ("int16", 5000)])
 @pytest.mark.parametrize("encoding", ["npy", "list"])
 def test_text_holds_the_rows(
