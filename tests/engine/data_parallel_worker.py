@@ -101,12 +101,26 @@ class LocalExperts(cpu_fused_moe.CPUFusedMOE):
         topk_ids: torch.Tensor,
         *args: Any,
     ) -> torch.Tensor:
-        """Turn global ids into local ones; the choices of other ranks' experts weigh nothing."""
+        """Turn global ids into local ones; choices of other ranks' experts weigh nothing."""
         if layer.expert_map is not None:
-            local = layer.expert_map[topk_ids.long()]
-            topk_weights = topk_weights.masked_fill(local < 0, 0.0)
-            topk_ids = local.clamp(min=0).to(topk_ids.dtype)
+            local = layer.expert_map[topk_ids.long()].long()
+            is_mine = local >= 0
+            topk_weights = topk_weights.masked_fill(~is_mine, 0.0)
+            topk_ids = _fill_in(local, is_mine, len(layer.w13_weight)).to(topk_ids.dtype)
         return self._all_local(layer, input, topk_weights, topk_ids, *args)
+
+
+def _fill_in(local: torch.Tensor, is_mine: torch.Tensor, num_local: int) -> torch.Tensor:
+    """Name an expert that the token did not choose where the chosen one is another rank's.
+
+    Without AVX-512 the CPU kernel counts a token once for an expert that it names twice.
+    """
+    assert num_local >= local.shape[1]
+    chosen = torch.zeros(len(local), num_local, dtype=torch.int64)
+    chosen.scatter_add_(1, local.clamp(min=0), is_mine.long())
+    unused_first = chosen.argsort(dim=1, stable=True)
+    nth = ((~is_mine).cumsum(dim=1) - 1).clamp(min=0)
+    return torch.where(is_mine, local, unused_first.gather(1, nth))
 
 
 class DataParallelCPUWorker(CPUWorker):
