@@ -9,7 +9,6 @@ import pytest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.engine.protocol import RequestResponseMetadata
-from vllm.entrypoints.serve.routed_experts.frontend import RoutedExpertsAnswer
 from vllm.outputs import CompletionOutput, RequestOutput
 
 
@@ -44,7 +43,6 @@ def test_answer_has_the_text(max_tokens: int | None, echo: bool, text: str):
         model_name="m",
         tokenizer=None,
         request_metadata=RequestResponseMetadata(request_id="cmpl-0"),
-        experts=RoutedExpertsAnswer(),
     )
     assert [choice.text for choice in answer.choices] == [text]
     assert answer.usage == answer.usage.model_copy(update={"completion_tokens": 1})
