@@ -1,4 +1,4 @@
-"""What returning routed experts costs the engine: throughput, step time, kernels.
+"""What returning routed experts costs the engine: throughput, step time, kernels, calls.
 
 `python -m tests.benchmarks.engine --out DIR --sides off+on,off+stock-off@/tmp/stock` measures
 groups of sides, one group after the other. The engines of a group (joined by `+`) all stay on the
@@ -8,10 +8,16 @@ and a small table on stdout. A throughput round also tells the seconds until the
 requests (`first_token_s`, from a round of its own), and the CPU seconds and page faults of the
 side's processes, which show whether a difference is work, memory or waiting.
 
+`--kernels` counts the kernels and copies of a decode step instead; `--calls` tells the median
+microseconds of the engine's own calls in a step (`tests.benchmarks.calls`). Both run the engine in
+the side's process.
+
 A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
 (flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
 another vLLM, found under PATH; `stock-on` has sync scheduling, without which 0.21.0 returns no
-rows. `--shape tiny` runs the same on a CPU. Weights are random: no download.
+rows. `main_stream-on` and `mapped-on` bring the rows to the host in other ways
+(`tests.benchmarks.snapshot`). `--shape tiny` runs the same on a CPU. Weights are random: no
+download.
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ from typing import Any
 
 import psutil
 
+from tests.benchmarks.calls import CallTimes
+
 SHAPES: dict[str, dict[str, Any]] = {
     # Qwen3-30B-A3B
     "qwen3-30b-a3b": dict(
@@ -47,6 +55,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 LOADS = {
     "qwen3-30b-a3b": (256, 512, 512, (1, 32, 256)),
     "tiny": (16, 64, 32, (1, 8)),
+}
+
+
+# side -> worker that takes its snapshots in another way
+WORKERS = {
+    "main_stream-on": "tests.benchmarks.snapshot.MainStreamWorker",
+    "mapped-on": "tests.benchmarks.snapshot.MappedWorker",
 }
 
 
@@ -72,6 +87,8 @@ class Engine:
         engine_args: dict[str, Any] = dict(enable_return_routed_experts=self.side != "off")
         if side == "stock-on":
             engine_args["async_scheduling"] = False
+        if side in WORKERS:
+            engine_args["worker_cls"] = WORKERS[side]
         if args.shape == "tiny":
             engine_args.update(enforce_eager=True, max_num_seqs=16)
         if args.layers:
@@ -180,15 +197,30 @@ def count_kernels(engine: Engine) -> dict[str, float]:
     return counts
 
 
+def time_calls(engine: Engine, times: CallTimes) -> dict[str, float]:
+    """Median microseconds of the engine's calls in decode steps, at each batch."""
+    found: dict[str, float] = {}
+    for batch in engine.load[3]:
+        engine.generate(batch, 64, 16)
+        times.clear()
+        engine.generate(batch, 64, 144)
+        found |= {f"{name}_us_{batch}": value for name, value in times.per_step().items()}
+    return found
+
+
 def serve_measurements(side: str, model: str, args: argparse.Namespace) -> None:
     """In a side's own process: measure what is asked on stdin, a line a quantity."""
     answers = os.fdopen(args.answers, "w")
-    if args.kernels:
+    if args.kernels or args.calls:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    times = CallTimes() if args.calls else None
     engine = Engine(side, model, args)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        result = count_kernels(engine) if args.kernels else engine.measure(line.strip())
+        if times is not None:
+            result = time_calls(engine, times)
+        else:
+            result = count_kernels(engine) if args.kernels else engine.measure(line.strip())
         print(json.dumps(result), file=answers, flush=True)
 
 
@@ -245,9 +277,10 @@ def measure_group(sides: list[Side], args: argparse.Namespace) -> None:
     """Measure the engines of a group in turn, each round in another order."""
     for side in sides:
         side.read()
-    if args.kernels:
-        for side in sides:
-            side.result = {name: [value] for name, value in side.ask("kernels").items()}
+    if args.kernels or args.calls:
+        for side in sides * (args.rounds if args.calls else 1):
+            for name, value in side.ask("once").items():
+                side.result.setdefault(name, []).append(value)
         return
     steps = [f"step_ms_{batch}" for batch in LOADS[args.shape][3]]
     for quantity in ["warm_up", *steps]:
@@ -289,6 +322,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="run with fewer layers")
     parser.add_argument("--kv-gib", type=float, help="GiB of KV cache of an engine in a group")
     parser.add_argument("--kernels", action="store_true", help="count kernels instead of timing")
+    parser.add_argument("--calls", action="store_true", help="time the engine's calls instead")
     parser.add_argument("--timeout", type=int, default=400, help="seconds for one side")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
@@ -309,9 +343,8 @@ def main() -> int:
         for side in sides:
             side.stop()
         found.append([dict(side=side.name, result=side.result) for side in sides])
-        (args.out / ("kernels.json" if args.kernels else "engine.json")).write_text(
-            json.dumps(found, indent=1)
-        )
+        name = "kernels" if args.kernels else "calls" if args.calls else "engine"
+        (args.out / f"{name}.json").write_text(json.dumps(found, indent=1))
         if len(sides) > 1:
             print(summarize([(side.name, side.result) for side in sides]), flush=True)
     single: dict[str, dict[str, list[float]]] = {}

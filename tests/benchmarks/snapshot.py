@@ -9,7 +9,7 @@ and of the thread that fetches the rows. Ways to bring the rows to the host:
 - `mapped`: the kernel writes into pinned memory, no copy at all.
 
 Each way must give the rows that the staging buffer holds. Medians go into DIR/snapshot.json and
-a small table on stdout.
+a small table on stdout. `tests.benchmarks.engine` runs whole engines with the workers below.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vllm.triton_utils import triton
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.routed_experts import RoutedExpertsInfo
 from vllm.v1.worker import routed_experts
+from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.routed_experts import RoutedExpertsRecorder, RoutedExpertsSnapshot
 
 NUM_EXPERTS, TOP_K, MAX_TOKENS = 128, 8, 8192
@@ -76,6 +77,24 @@ class Mapped(MainStream):
         self._events[index].record()
         host = self._host_ring[index][:num_bytes]
         return RoutedExpertsSnapshot(host, num_tokens, self.info, self._events[index])
+
+
+class MainStreamWorker(Worker):
+    """A GPU worker whose rows come by `MainStream`."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Put the other recorder in place for this process, then load as usual."""
+        routed_experts.RoutedExpertsRecorder = MainStream  # type: ignore[misc]
+        super().load_model(**kwargs)
+
+
+class MappedWorker(Worker):
+    """A GPU worker whose rows come by `Mapped`."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        """Put the other recorder in place for this process, then load as usual."""
+        routed_experts.RoutedExpertsRecorder = Mapped  # type: ignore[misc]
+        super().load_model(**kwargs)
 
 
 WAYS = {"recorder": RoutedExpertsRecorder, "main-stream": MainStream, "mapped": Mapped}
