@@ -30,7 +30,7 @@ from serving.kit import ENDPOINTS, Answer, Kit, read_answer, request, seeded_pro
 from truths import check_greedy, check_rows
 
 HERE = Path(__file__).resolve().parent
-LIMIT = 300  # seconds for all engines
+LIMIT = 600  # seconds for all engines
 # by default two ranks want two NUMA nodes
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PARALLEL = [name for name, case in CASES.items() if case.options]
