@@ -90,7 +90,8 @@ class Engine:
         if side in WORKERS:
             engine_args["worker_cls"] = WORKERS[side]
         if args.shape == "tiny":
-            engine_args.update(enforce_eager=True, max_num_seqs=16)
+            # given: the CPU build would claim most of the machine's memory
+            engine_args.update(enforce_eager=True, max_num_seqs=16, kv_cache_memory_bytes=2**28)
         if args.layers:
             engine_args["hf_overrides"] = dict(num_hidden_layers=args.layers)
         if args.kv_gib:
