@@ -1,4 +1,7 @@
-"""Where the host's time of a decode step goes: microseconds of the engine's own calls."""
+"""Where the host's time of a decode step goes: microseconds of the engine's own calls.
+
+Only calls of this process are seen. The CPU build's workers are always processes of their own.
+"""
 
 from __future__ import annotations
 

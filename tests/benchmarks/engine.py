@@ -15,7 +15,7 @@ the side's process.
 A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
 (flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
 another vLLM, found under PATH; `stock-on` has sync scheduling, without which 0.21.0 returns no
-rows. `main_stream-on` and `mapped-on` bring the rows to the host in other ways
+rows. `main-stream-on` and `mapped-on` bring the rows to the host in other ways
 (`tests.benchmarks.snapshot`). `--shape tiny` runs the same on a CPU. Weights are random: no
 download.
 """
@@ -60,7 +60,7 @@ LOADS = {
 
 # side -> worker that takes its snapshots in another way
 WORKERS = {
-    "main_stream-on": "tests.benchmarks.snapshot.MainStreamWorker",
+    "main-stream-on": "tests.benchmarks.snapshot.MainStreamWorker",
     "mapped-on": "tests.benchmarks.snapshot.MappedWorker",
 }
 

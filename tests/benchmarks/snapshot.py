@@ -80,21 +80,20 @@ class Mapped(MainStream):
 
 
 class MainStreamWorker(Worker):
-    """A GPU worker whose rows come by `MainStream`."""
+    """A GPU worker whose rows come by `recorder`."""
+
+    recorder: type[RoutedExpertsRecorder] = MainStream
 
     def load_model(self, **kwargs: Any) -> None:
         """Put the other recorder in place for this process, then load as usual."""
-        routed_experts.RoutedExpertsRecorder = MainStream  # type: ignore[misc]
+        routed_experts.RoutedExpertsRecorder = self.recorder  # type: ignore[misc]
         super().load_model(**kwargs)
 
 
-class MappedWorker(Worker):
-    """A GPU worker whose rows come by `Mapped`."""
+class MappedWorker(MainStreamWorker):
+    """The same, with the other way."""
 
-    def load_model(self, **kwargs: Any) -> None:
-        """Put the other recorder in place for this process, then load as usual."""
-        routed_experts.RoutedExpertsRecorder = Mapped  # type: ignore[misc]
-        super().load_model(**kwargs)
+    recorder = Mapped
 
 
 WAYS = {"recorder": RoutedExpertsRecorder, "main-stream": MainStream, "mapped": Mapped}
