@@ -15,7 +15,7 @@ the side's process.
 A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
 (flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
 another vLLM, found under PATH; `stock-on` has sync scheduling, without which 0.21.0 returns no
-rows. `main-stream-on` and `mapped-on` bring the rows to the host in other ways
+rows. `copied-on` brings the rows to the host over device memory and a copy stream
 (`tests.benchmarks.snapshot`). `--shape tiny` runs the same on a CPU. Weights are random: no
 download.
 """
@@ -59,10 +59,7 @@ LOADS = {
 
 
 # side -> worker that takes its snapshots in another way
-WORKERS = {
-    "main-stream-on": "tests.benchmarks.snapshot.MainStreamWorker",
-    "mapped-on": "tests.benchmarks.snapshot.MappedWorker",
-}
+WORKERS = {"copied-on": "tests.benchmarks.snapshot.CopiedWorker"}
 
 
 def write_config(shape: str, directory: Path) -> str:

@@ -4,12 +4,12 @@
 without a model: microseconds of the calling thread and of the main stream for a step of N tokens,
 and of the thread that fetches the rows. Ways to bring the rows to the host:
 
-- `recorder`: the patched vLLM as it is.
-- `main-stream`: kernel and copy on the main stream, no stream or event switch.
-- `mapped`: the kernel writes into pinned memory, no copy at all.
+- `recorder`: the patched vLLM as it is: the kernel writes into pinned memory, no copy at all.
+- `copied`: the kernel writes into device memory, a copy on a stream of its own brings that over.
+- `direct`: as `recorder`, the compiled kernel launched without Triton's look at the arguments.
 
 Each way must give the rows that the staging buffer holds. Medians go into DIR/snapshot.json and
-a small table on stdout. `tests.benchmarks.engine` runs whole engines with the workers below.
+a small table on stdout. `tests.benchmarks.engine` runs a whole engine with the worker below.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.triton_utils import triton
-from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.routed_experts import RoutedExpertsInfo
 from vllm.v1.worker import routed_experts
 from vllm.v1.worker.gpu_worker import Worker
@@ -34,69 +32,77 @@ from vllm.v1.worker.routed_experts import RoutedExpertsRecorder, RoutedExpertsSn
 NUM_EXPERTS, TOP_K, MAX_TOKENS = 128, 8, 8192
 
 
-class MainStream(RoutedExpertsRecorder):
-    """Copies on the stream that the model runs on."""
+class Copied(RoutedExpertsRecorder):
+    """Takes the way over device memory and a copy stream."""
 
-    def _launch(self, num_tokens: int, slot_mapping: torch.Tensor, out: torch.Tensor) -> int:
-        offset = routed_experts._rows_offset(num_tokens)
+    def _make_ring(self, max_num_tokens: int, depth: int) -> None:
+        super()._make_ring(max_num_tokens, depth)
+        self._offset = 8 * max_num_tokens
+        num_bytes = self._offset + self._ring[0].rows.nbytes
+        self._device_ring = [
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(depth)
+        ]
+        self._pinned = [
+            torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth)
+        ]
+        self._copy_stream = torch.cuda.Stream(self.device)
+
+    def _snapshot_on_gpu(
+        self, num_tokens: int, slot_mapping: torch.Tensor, rows: torch.Tensor | None
+    ) -> RoutedExpertsSnapshot:
+        index = self._step % len(self._ring)
+        self._step += 1
+        # slots end where rows begin, so that one copy brings both
+        offset = self._offset - 8 * num_tokens
+        row_bytes = self._ring[0].rows[0].nbytes
+        device = self._device_ring[index][offset : self._offset + num_tokens * row_bytes]
         routed_experts._snapshot_kernel[(num_tokens,)](
             self.staging,
             slot_mapping,
-            out[: 4 * num_tokens].view(torch.int32),
-            out[offset:].view(self._dtype),
-            self.staging.stride(0),
-            ROW_SIZE=self._row_size,
-            TOP_K=self.info.top_k,
-            BLOCK_SIZE=triton.next_power_of_2(self._row_size),
+            device[: 8 * num_tokens].view(torch.int64),
+            device[8 * num_tokens :].view(self._dtype),
+            **self._kernel_args,
         )
-        return offset + num_tokens * self._row_size * self._dtype.itemsize
+        host = self._pinned[index][: len(device)]
+        event = self._ring[index].event
+        self._copy_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copy_stream):
+            host.copy_(device, non_blocking=True)
+            event.record()
+        data = host.numpy()
+        rows_of_step = data[8 * num_tokens :].view(self.info.dtype)
+        return RoutedExpertsSnapshot(
+            data[: 8 * num_tokens].view(np.int64),
+            rows_of_step.reshape(num_tokens, *self.info.row_shape),
+            event,
+        )
+
+
+class Direct(RoutedExpertsRecorder):
+    """Launches the compiled kernel."""
 
     def _snapshot_on_gpu(
         self, num_tokens: int, slot_mapping: torch.Tensor, rows: torch.Tensor | None
     ) -> RoutedExpertsSnapshot:
-        index = self._step % len(self._events)
-        self._step += 1
-        num_bytes = self._launch(num_tokens, slot_mapping, self._device_ring[0])
-        host = self._host_ring[index][:num_bytes]
-        host.copy_(self._device_ring[0][:num_bytes], non_blocking=True)
-        self._events[index].record()
-        return RoutedExpertsSnapshot(host, num_tokens, self.info, self._events[index])
-
-
-class Mapped(MainStream):
-    """Lets the kernel write into the host's memory."""
-
-    def _snapshot_on_gpu(
-        self, num_tokens: int, slot_mapping: torch.Tensor, rows: torch.Tensor | None
-    ) -> RoutedExpertsSnapshot:
+        host = self._ring[self._step % len(self._ring)]
+        args = self.staging, slot_mapping, host.slots_on_gpu, host.rows_on_gpu
         if self._step == 0:
-            self._views = [get_accelerator_view_from_cpu_tensor(h) for h in self._host_ring]
-        index = self._step % len(self._events)
+            self._kernel = routed_experts._snapshot_kernel[(1,)](*args, **self._kernel_args)
         self._step += 1
-        num_bytes = self._launch(num_tokens, slot_mapping, self._views[index])
-        self._events[index].record()
-        host = self._host_ring[index][:num_bytes]
-        return RoutedExpertsSnapshot(host, num_tokens, self.info, self._events[index])
+        self._kernel[(num_tokens, 1, 1)](*args, *self._kernel_args.values())
+        return host.snapshot(num_tokens)
 
 
-class MainStreamWorker(Worker):
-    """A GPU worker whose rows come by `recorder`."""
-
-    recorder: type[RoutedExpertsRecorder] = MainStream
+class CopiedWorker(Worker):
+    """A GPU worker whose rows come by `copied`."""
 
     def load_model(self, **kwargs: Any) -> None:
         """Put the other recorder in place for this process, then load as usual."""
-        routed_experts.RoutedExpertsRecorder = self.recorder  # type: ignore[misc]
+        routed_experts.RoutedExpertsRecorder = Copied  # type: ignore[misc]
         super().load_model(**kwargs)
 
 
-class MappedWorker(MainStreamWorker):
-    """The same, with the other way."""
-
-    recorder = Mapped
-
-
-WAYS = {"recorder": RoutedExpertsRecorder, "main-stream": MainStream, "mapped": Mapped}
+WAYS = {"recorder": RoutedExpertsRecorder, "copied": Copied, "direct": Direct}
 
 
 def make_recorder(way: str, num_layers: int) -> RoutedExpertsRecorder:
@@ -110,9 +116,8 @@ def make_recorder(way: str, num_layers: int) -> RoutedExpertsRecorder:
         0, NUM_EXPERTS, shape, dtype=torch.int32, device=recorder.device
     )
     recorder.is_sequence_parallel, recorder.is_output_rank = False, True
-    recorder._dtype, recorder._row_size = torch.uint8, num_layers * TOP_K
-    recorder._step = 0
-    recorder._allocate_ring(MAX_TOKENS, depth=3)
+    recorder._dtype, recorder._step = torch.uint8, 0
+    recorder._make_ring(MAX_TOKENS, depth=3)
     return recorder
 
 

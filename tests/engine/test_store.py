@@ -25,7 +25,7 @@ def rows_of(tokens, owner=1):
 
 
 def put(table, slots, tokens, step, owner=1):
-    step_rows = StepRoutedExperts(np.array(slots, dtype=np.int32), rows_of(tokens, owner))
+    step_rows = StepRoutedExperts(np.array(slots, dtype=np.int64), rows_of(tokens, owner))
     return table.write(step_rows, step)
 
 
@@ -82,7 +82,7 @@ def test_type_of_the_table_follows_the_number_of_experts(experts, dtype):
     table = RoutedExpertsTable(info, BLOCKS, BLOCK)
     table.hand_out([1], step=1)
     rows = np.array([[[experts - 1, 0]]], dtype=dtype)
-    table.write(StepRoutedExperts(np.array([4], dtype=np.int32), rows), 1)
+    table.write(StepRoutedExperts(np.array([4], dtype=np.int64), rows), 1)
     read = table.read([1], 0, 1)
     assert read.dtype == dtype and read.tolist() == [[[experts - 1, 0]]]
 

@@ -97,7 +97,7 @@ class Runner:
         )
         if request_ids:
             output.routed_experts = StepRoutedExperts(
-                np.array(slots, dtype=np.int32), np.stack(rows)
+                np.array(slots, dtype=np.int64), np.stack(rows)
             )
         return output
 

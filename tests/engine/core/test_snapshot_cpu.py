@@ -120,7 +120,7 @@ def test_a_step_s_rows_are_by_token_and_layer_number_with_their_slots(
     run_layers(recorder, make_ids(num_tokens))
     step = recorder.snapshot(num_tokens, num_tokens, make_slots(num_tokens)).get()
     assert step.rows.dtype == np.dtype(dtype)
-    assert step.slots.dtype == np.int32
+    assert step.slots.dtype == np.int64
     assert step.slots.tolist() == make_slots(num_tokens).tolist()
     np.testing.assert_array_equal(step.rows, expected_rows(make_ids(num_tokens)))
 

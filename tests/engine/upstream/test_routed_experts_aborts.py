@@ -146,7 +146,7 @@ class Engine:
         )
         if rows:
             output.routed_experts = StepRoutedExperts(
-                np.array(slots, dtype=np.int32), np.concatenate(rows)
+                np.array(slots, dtype=np.int64), np.concatenate(rows)
             )
         return output
 

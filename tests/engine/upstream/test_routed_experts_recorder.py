@@ -28,7 +28,7 @@ def make_recorder(
     recorder.is_sequence_parallel = False
     recorder.is_output_rank = is_output_rank
     recorder._dtype = getattr(torch, recorder.info.dtype)
-    recorder._row_size = NUM_LAYERS * TOP_K
+    recorder._ring = []
     return recorder
 
 

@@ -27,7 +27,7 @@ def make_rows(tokens: list[int], mark: int = 0) -> np.ndarray:
 def write(
     table: RoutedExpertsTable, slots: list[int], rows: np.ndarray, step: int = 1
 ) -> int:
-    return table.write(StepRoutedExperts(np.array(slots, dtype=np.int32), rows), step)
+    return table.write(StepRoutedExperts(np.array(slots, dtype=np.int64), rows), step)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_leading_rows_of_no_blocks_are_none(table: RoutedExpertsTable):
 
 
 def test_read_only_rows_are_stored(table: RoutedExpertsTable):
-    slots, rows = np.array([20, -1], dtype=np.int32), make_rows([3, 4])
+    slots, rows = np.array([20, -1], dtype=np.int64), make_rows([3, 4])
     slots.flags.writeable = rows.flags.writeable = False
     assert table.write(StepRoutedExperts(slots, rows), 1) == 1
     np.testing.assert_array_equal(table.read([5], 0, 1), make_rows([3]))
