@@ -77,3 +77,7 @@ class CallTimes:
     def per_step(self) -> dict[str, float]:
         """Median microseconds of one call of each, of all since `clear`."""
         return {name: statistics.median(times) for name, times in self.found.items() if times}
+
+    def totals(self) -> dict[str, float]:
+        """Seconds of all calls of each since `clear`."""
+        return {name: sum(times) * 1e-6 for name, times in self.found.items() if times}

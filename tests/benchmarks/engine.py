@@ -9,8 +9,8 @@ requests (`first_token_s`, from a round of its own), and the CPU seconds and pag
 side's processes, which show whether a difference is work, memory or waiting.
 
 `--kernels` counts the kernels and copies of a decode step instead; `--calls` tells the median
-microseconds of the engine's own calls in a step (`tests.benchmarks.calls`). Both run the engine in
-the side's process.
+microseconds of the engine's own calls in a step (`tests.benchmarks.calls`), and their seconds in a
+throughput round. Both run the engine in the side's process.
 
 A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
 (flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
@@ -196,14 +196,20 @@ def count_kernels(engine: Engine) -> dict[str, float]:
 
 
 def time_calls(engine: Engine, times: CallTimes) -> dict[str, float]:
-    """Median microseconds of the engine's calls in decode steps, at each batch."""
+    """Median microseconds of the engine's calls in decode steps, at each batch.
+
+    And the seconds that all of them take in a throughput round.
+    """
     found: dict[str, float] = {}
-    for batch in engine.load[3]:
+    requests, prompt, generated, batches = engine.load
+    for batch in batches:
         engine.generate(batch, 64, 16)
         times.clear()
         engine.generate(batch, 64, 144)
         found |= {f"{name}_us_{batch}": value for name, value in times.per_step().items()}
-    return found
+    times.clear()
+    found["round_s"] = engine.generate(requests, prompt, generated)
+    return found | {f"{name}_s": value for name, value in times.totals().items()}
 
 
 def serve_measurements(side: str, model: str, args: argparse.Namespace) -> None:
