@@ -15,7 +15,7 @@ throughput round. Both run the engine in the side's process.
 A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
 (flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
 another vLLM, found under PATH; `stock-on` has sync scheduling, without which 0.21.0 returns no
-rows. `copied-on` brings the rows to the host over device memory and a copy stream
+rows. `copied-on` and `direct-on` bring the rows to the host in other ways
 (`tests.benchmarks.snapshot`). `--shape tiny` runs the same on a CPU. Weights are random: no
 download.
 """
@@ -59,7 +59,10 @@ LOADS = {
 
 
 # side -> worker that takes its snapshots in another way
-WORKERS = {"copied-on": "tests.benchmarks.snapshot.CopiedWorker"}
+WORKERS = {
+    "copied-on": "tests.benchmarks.snapshot.CopiedWorker",
+    "direct-on": "tests.benchmarks.snapshot.DirectWorker",
+}
 
 
 def write_config(shape: str, directory: Path) -> str:

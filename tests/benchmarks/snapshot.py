@@ -9,7 +9,7 @@ and of the thread that fetches the rows. Ways to bring the rows to the host:
 - `direct`: as `recorder`, the compiled kernel launched without Triton's look at the arguments.
 
 Each way must give the rows that the staging buffer holds. Medians go into DIR/snapshot.json and
-a small table on stdout. `tests.benchmarks.engine` runs a whole engine with the worker below.
+a small table on stdout. `tests.benchmarks.engine` runs whole engines with the workers below.
 """
 
 from __future__ import annotations
@@ -96,10 +96,18 @@ class Direct(RoutedExpertsRecorder):
 class CopiedWorker(Worker):
     """A GPU worker whose rows come by `copied`."""
 
+    recorder: type[RoutedExpertsRecorder] = Copied
+
     def load_model(self, **kwargs: Any) -> None:
         """Put the other recorder in place for this process, then load as usual."""
-        routed_experts.RoutedExpertsRecorder = Copied  # type: ignore[misc]
+        routed_experts.RoutedExpertsRecorder = self.recorder  # type: ignore[misc]
         super().load_model(**kwargs)
+
+
+class DirectWorker(CopiedWorker):
+    """A GPU worker whose rows come by `direct`."""
+
+    recorder = Direct
 
 
 WAYS = {"recorder": RoutedExpertsRecorder, "copied": Copied, "direct": Direct}
