@@ -3,10 +3,12 @@
 `python -m tests.benchmarks.engine --out DIR --sides off+on,off+stock-off@/tmp/stock` measures
 groups of sides, one group after the other. The engines of a group (joined by `+`) all stay on the
 GPU and are measured in turn, round by round, so that they meet the same drift of a shared
-machine; a group of one has the GPU for itself. Medians with their spread go into DIR/engine.json
-and a small table on stdout. A throughput round also tells the seconds until the first token of all
-requests (`first_token_s`, from a round of its own), and the CPU seconds and page faults of the
-side's processes, which show whether a difference is work, memory or waiting.
+machine; a group of one has the GPU for itself. Where the host bounds the steps (few layers, small
+batches) the sides' processes may run on cores of different speed, which `user_s` shows: compare
+calls instead. Medians with their spread go into DIR/engine.json and a small table on stdout.
+A throughput round also tells the seconds until the first token of all requests (`first_token_s`,
+from a round of its own), and the CPU seconds and page faults of the side's processes, which show
+whether a difference is work, memory or waiting.
 
 `--kernels` counts the kernels and copies of a decode step instead; `--calls` tells the median
 microseconds of the engine's own calls in a step (`tests.benchmarks.calls`), and their seconds in a
