@@ -2,113 +2,36 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """From the staging buffer to the rows of one step, on the CPU path of the recorder."""
 
-from types import SimpleNamespace
+import functools
 
 import numpy as np
 import pytest
 import torch
-import vllm.v1.worker.routed_experts as worker_routed_experts
+from recorders import (
+    ATTENTION,
+    FULL,
+    MOE_LAYERS,
+    NUM_LAYERS,
+    TOP_K,
+    Group,
+    build_recorder,
+    expected_rows,
+    make_ids,
+    make_kv_cache_config,
+    make_slots,
+    run_layers,
+)
 from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.worker.routed_experts import RoutedExpertsRecorder
-
-NUM_LAYERS = 5
-MOE_LAYERS = [1, 2, 4]
-TOP_K = 3
-MAX_NUM_TOKENS = 12
-ATTENTION = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-
-
-class Group:
-    """A tensor-parallel group of which every rank holds what `others` says."""
-
-    def __init__(self, rank: int = 0, others: list[torch.Tensor] | None = None):
-        self.is_first_rank = rank == 0
-        self.rank_in_group = rank
-        self.others = others
-        self.world_size = 1 if others is None else 1 + len(others)
-
-    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        parts = list(self.others or [])
-        parts.insert(self.rank_in_group, tensor)
-        return torch.cat(parts, dim)
-
-
-def make_layer(number: int, num_experts: int, bias: torch.Tensor | None, **moe_config):
-    return SimpleNamespace(
-        layer_id=number,
-        logical_num_experts=num_experts,
-        e_score_correction_bias=bias,
-        router=SimpleNamespace(captures_in_compute_routing=bias is not None),
-        moe_config=SimpleNamespace(**({"is_sequence_parallel": False} | moe_config)),
-    )
 
 
 @pytest.fixture
 def make_recorder(monkeypatch: pytest.MonkeyPatch):
     """Build a recorder around a staging buffer without a model."""
-
-    def make(
-        *,
-        num_experts: int = 200,
-        bias: torch.Tensor | None = None,
-        group: Group | None = None,
-        executor: str = "mp",
-        max_capture_size: int | None = None,
-        tensor_parallel_size: int = 1,
-        staging_dtype: torch.dtype = torch.int32,
-        **moe_config,
-    ) -> RoutedExpertsRecorder:
-        def bind(model, num_layers, max_num_tokens, device):
-            staging = torch.full((num_layers, max_num_tokens, TOP_K), -1, dtype=staging_dtype)
-            dense = [n for n in range(num_layers) if n not in MOE_LAYERS]
-            staging[dense] = 0
-            layers = [make_layer(n, num_experts, bias, **moe_config) for n in MOE_LAYERS]
-            return staging, layers
-
-        group = group or Group()
-        monkeypatch.setattr(worker_routed_experts, "bind_routed_experts", bind)
-        monkeypatch.setattr(worker_routed_experts, "get_tp_group", lambda: group)
-        vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: NUM_LAYERS),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_NUM_TOKENS),
-            compilation_config=SimpleNamespace(max_cudagraph_capture_size=max_capture_size),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=tensor_parallel_size,
-                distributed_executor_backend=executor,
-            ),
-        )
-        return RoutedExpertsRecorder(vllm_config, torch.nn.Module(), torch.device("cpu"))
-
-    return make
-
-
-def make_ids(num_tokens: int, mark: int = 0) -> torch.Tensor:
-    """Ids by layer and token: they depend on layer, token and column."""
-    layer = torch.tensor(MOE_LAYERS)[:, None, None]
-    token = torch.arange(num_tokens)[None, :, None]
-    return 40 * layer + 3 * token + torch.arange(TOP_K) + mark
-
-
-def run_layers(recorder: RoutedExpertsRecorder, ids: torch.Tensor) -> None:
-    """What the MoE layers of a forward pass leave behind."""
-    recorder.staging[MOE_LAYERS, : ids.shape[1]] = ids.to(recorder.staging.dtype)
-
-
-def expected_rows(ids: torch.Tensor) -> np.ndarray:
-    rows = np.zeros((ids.shape[1], NUM_LAYERS, TOP_K), dtype=np.int64)
-    rows[:, MOE_LAYERS] = ids.numpy().transpose(1, 0, 2)
-    return rows
-
-
-def make_slots(num_tokens: int) -> torch.Tensor:
-    return 100 + 7 * torch.arange(num_tokens)
+    return functools.partial(build_recorder, monkeypatch.setattr)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 11, 12])
@@ -264,14 +187,9 @@ def test_zero_experts_count_as_choices(make_recorder, num_zero_experts: int, dty
 # Binding the KV cache, after the warm-up pass.
 
 
-FULL = FullAttentionSpec(**ATTENTION)
 SLIDING = SlidingWindowSpec(sliding_window=16, **ATTENTION)
 UNIFORM = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": FULL})
 MLA = MLAAttentionSpec(**ATTENTION)
-
-
-def make_kv_cache_config(*specs) -> KVCacheConfig:
-    return KVCacheConfig(8, [], [KVCacheGroupSpec([f"{i}"], s) for i, s in enumerate(specs)])
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,16 @@ import os
 import subprocess
 import sys
 
+import interpreted_snapshots
 import pytest
-
-from tests.engine.core.interpreted_snapshots import CASES, ENVIRONMENT
+from interpreted_snapshots import CASES, ENVIRONMENT
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What failed in each case, in a process where Triton's interpreter is on."""
     run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.core.interpreted_snapshots"],
+        [sys.executable, interpreted_snapshots.__file__],
         env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
