@@ -356,8 +356,7 @@ cmd_test() {
   cat "$BUILD/logs/verify.log" >&2
   unlock_build
   if (($# == 0)); then
-    set -- tests/unit
-    [[ ! -d tests/engine ]] || set -- "$@" tests/engine
+    set -- tests/unit tests/upstream tests/engine tests/serving
   fi
   say "environment ready after $((SECONDS - START)) s; the tests:"
   "$bin/python" -m pytest "$@" || FAILED+=("pytest")

@@ -1,6 +1,6 @@
 """Hold a generate answer against CONTRACT.md: fields, encoding, dtype, counts.
 
-Stricter than `vllm_r3.routes`, which reads whatever servers in the field send: here any
+Stricter than `vllm_r3.client`, which reads whatever servers in the field send: here any
 departure from the promised form (layout split, encoding npy) is an error. Needs numpy.
 
 P prompt tokens, G generated tokens of a choice, L layers, K experts chosen.

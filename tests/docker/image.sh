@@ -133,7 +133,7 @@ serve() {
   local port=18123 url=http://127.0.0.1:18123 server tries=150
   start "$1"
   in_net() { buildah run --isolation chroot --network host "$@"; }
-  in_net "$CONTAINER" -- python3 -c "from pathlib import Path; from vllm_r3.tiny import write_model
+  in_net "$CONTAINER" -- python3 -c "from pathlib import Path; from vllm_r3.demo.tiny_models import write_model
 write_model('moe', Path('/tmp/model'))" >"$LOG" 2>&1 || fail "the tiny model in $1"
   # ends by a file, for a signal to buildah does not reach what runs inside
   in_net --env TORCHDYNAMO_DISABLE=1 --env VLLM_CPU_KVCACHE_SPACE=1 --env HF_HUB_OFFLINE=1 \

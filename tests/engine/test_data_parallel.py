@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 from data_parallel_engines import CASES, MAX_TOKENS, PROMPTS, RANKS, TURNS
 from data_parallel_notes import read_notes
+from oracle_checks import check_greedy, check_rows
 from platform_plugin import write_plugin
-from serving.kit import ENDPOINTS, Answer, Kit, read_answer, request, seeded_prompt, serving
-from truths import check_greedy, check_rows
+from server_fixture import ENDPOINTS, Answer, Kit, read_answer, request, seeded_prompt, serving
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 600  # seconds for all engines

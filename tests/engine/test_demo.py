@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from vllm_r3.cli import main
-from vllm_r3.server import Server
+from vllm_r3.demo.serve import Server
 
 
 def run(*args):
@@ -78,7 +78,7 @@ class Replayed:
 
 @pytest.fixture
 def fake(monkeypatch, oracles):
-    monkeypatch.setattr("vllm_r3.server.Server", FakeServer)
+    monkeypatch.setattr("vllm_r3.demo.serve.Server", FakeServer)
     monkeypatch.setattr("vllm_r3.replay.replay", lambda *args, **options: Replayed())
     monkeypatch.setattr(FakeServer, "oracle", oracles("moe"))
 

@@ -37,7 +37,7 @@ def found(tmp_path_factory) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.gpu.lives", str(out), *PHASES]
+    command = [sys.executable, "-m", "tests.gpu.lifecycle", str(out), *PHASES]
     command += ["--at-once", "2", "--limit", str(LIMIT)]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     report = out / "lives.json"

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from engines import seeded_prompts
 
+from vllm_r3.demo.serve import Server
 from vllm_r3.series.folder import read_series
 from vllm_r3.series.source import pinned_wheel
-from vllm_r3.server import Server
 
 ENV = {
     "TORCHDYNAMO_DISABLE": "1",

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from engines import CPU_ENV, engine
+from oracle_checks import check_greedy, check_rows
 from platform_plugin import write_plugin
 from ray_engines import CASES, MAX_TOKENS, OPTIONS, PROMPTS, ask
-from truths import check_greedy, check_rows
 
 from tests.gpu.ray_head import ray_head
 

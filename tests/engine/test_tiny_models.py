@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from engines import seeded_prompts
 
+from vllm_r3.demo.tiny_models import KINDS, make_config, write_model
 from vllm_r3.errors import R3Error
-from vllm_r3.oracle import Oracle
-from vllm_r3.tiny import KINDS, make_config, write_model
+from vllm_r3.replay.oracle import Oracle
 
 MOE_KINDS = [kind for kind in KINDS if kind not in ("dense", "draft", "gpt-oss")]
 

@@ -120,7 +120,7 @@ def _wait(client: Any, url: str, server: subprocess.Popen) -> None:
 def _ask(
     client: Any, url: str, prompt: list[int], max_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    from vllm_r3.routes import decode_choice
+    from vllm_r3.client import decode_choice
 
     sampling = dict(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     answer = client.post(

@@ -196,7 +196,7 @@ class Comparison:
     def __init__(self, model: str) -> None:
         import torch
 
-        from vllm_r3.oracle import Oracle
+        from vllm_r3.replay.oracle import Oracle
 
         self.oracle = Oracle(model, device="cuda" if torch.cuda.is_available() else "cpu")
         self.known: dict[bytes, Any] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_r3.routes.rules import RoutesError
+from vllm_r3.client.shape import RoutesError
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_r3.client.shape import RoutesError, moe_layers_of
 from vllm_r3.errors import R3Error
-from vllm_r3.routes.rules import RoutesError, moe_layers_of
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_r3.routes import ChoiceRoutes, RoutesError, RouteShape, decode_choice
+from vllm_r3.client import ChoiceRoutes, RoutesError, RouteShape, decode_choice
 
 FIELD = "rollout_routed_experts"
 
@@ -35,7 +35,7 @@ def assign_routed_experts(
 
     Args:
         sample: has `tokens` and `rollout_routed_experts` (None, array, tensor, list of either).
-        response: the parsed body of any server that `vllm_r3.routes` reads.
+        response: the parsed body of any server that `vllm_r3.client` reads.
         args: has `num_layers`, `moe_router_topk` and, optionally, `num_experts`, `moe_layer_freq`.
         start: the start that was sent; default: what the answer says, else 0.
         choice: which choice the sample took.

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_r3.checks.target import Target, connect
+from vllm_r3.client import ChoiceRoutes, RouteShape
+from vllm_r3.client.npy import decode_segment
+from vllm_r3.client.servers import read_answer
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import ChoiceRoutes, RouteShape
-from vllm_r3.routes.blob import decode_segment
-from vllm_r3.routes.forms import read_answer
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import numpy as np
 from vllm_r3.adapters.slime import FIELD, held_rows
 from vllm_r3.checks.rollout import load_samples
 from vllm_r3.checks.target import connect
+from vllm_r3.client import RouteShape, decode_answer
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import RouteShape, decode_answer
 
 
 @dataclass(frozen=True)

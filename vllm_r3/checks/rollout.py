@@ -17,8 +17,8 @@ import numpy as np
 from vllm_r3.adapters.slime import FIELD, held_rows
 from vllm_r3.checks import torchfile
 from vllm_r3.checks.values import find_problems
+from vllm_r3.client.shape import RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.routes.rules import RouteShape
 
 OK, MISSING = "ok", "missing"
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_r3.checks.http import TEXT, Reply
+from vllm_r3.checks.connect import TEXT, Reply
 from vllm_r3.checks.target import INFO, Target, connect
 from vllm_r3.checks.values import find_problems
+from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import RouteShape
 
 INFO_FIELDS = (
     "enabled",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_r3.checks.http import TEXT, Http, Reply
+from vllm_r3.checks.connect import TEXT, Http, Reply
+from vllm_r3.client import ChoiceRoutes, RouteShape, decode_choice
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import ChoiceRoutes, RouteShape, decode_choice
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 INFO = "/routed_experts/info"

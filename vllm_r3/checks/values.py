@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_r3.routes.rules import RouteShape
+from vllm_r3.client.shape import RouteShape
 
 OUT_OF_RANGE = "out of range"
 DUPLICATE = "duplicate ids"

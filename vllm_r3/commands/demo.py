@@ -93,9 +93,9 @@ def demo(kind: str, directory: Path, port: int | None = None) -> int:
     step = _steps(7)
     step(f"write the tiny model {kind!r}")
     _quiet_transformers()
-    from vllm_r3.replay import replay
-    from vllm_r3.server import Server
-    from vllm_r3.tiny import write_model
+    from vllm_r3.demo.serve import Server
+    from vllm_r3.demo.tiny_models import write_model
+    from vllm_r3.replay.replay import replay
 
     model = write_model(kind, directory / "model")
     prompt = _token_ids(model)
@@ -183,8 +183,8 @@ def _compare(
     """Compare one answer's rows with the oracle; return rows and cells compared."""
     import numpy as np
 
-    from vllm_r3.compare_rows import compare_rows
-    from vllm_r3.oracle import Oracle
+    from vllm_r3.checks.rows import compare_rows
+    from vllm_r3.replay.oracle import Oracle
 
     oracle = Oracle(str(model))
     if oracle.moe_layers != info["moe_layers"]:

@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print both mismatches; 0 when replaying does not raise it."""
-    from vllm_r3.replay import plot, replay
+    from vllm_r3.replay.replay import plot, replay
 
     report = replay(
         args.model,

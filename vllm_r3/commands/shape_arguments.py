@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_r3.routes import RouteShape
+    from vllm_r3.client import RouteShape
 
 
 def add_shape(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -26,7 +26,7 @@ def add_shape(parser: argparse.ArgumentParser, *, required: bool = False) -> Non
 
 def shape_of(args: argparse.Namespace) -> RouteShape:
     """Make the shape that the arguments describe."""
-    from vllm_r3.routes import RouteShape
+    from vllm_r3.client import RouteShape
 
     return RouteShape(args.num_layers, args.moe_router_topk, args.num_experts, args.moe_layers)
 

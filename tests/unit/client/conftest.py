@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(params=["pybase64", "numpy"])
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test once with each base64 decoder."""
-    from vllm_r3.routes import blob
+    from vllm_r3.client import npy
 
     if request.param == "numpy":
-        monkeypatch.setattr(blob, "pybase64", None)
-    elif blob.pybase64 is None:
+        monkeypatch.setattr(npy, "pybase64", None)
+    elif npy.pybase64 is None:
         pytest.skip("pybase64 is not installed")
     return request.param

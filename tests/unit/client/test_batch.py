@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from forms_made_here import rows_of
+from sample_answers import rows_of
 
 from vllm_r3.adapters.batch import Slicing, batch_rows, pack_rows, padding_rows
-from vllm_r3.routes import RoutesError
+from vllm_r3.client import RoutesError
 
 E = 16
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forms_made_here import rows_of
-from stand_in import serving
+from fake_server import serving
+from sample_answers import rows_of
 
 from vllm_r3.commands import compare, inspect, replay, verify
 from vllm_r3.commands.shape_arguments import layer_numbers

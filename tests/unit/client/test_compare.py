@@ -6,14 +6,14 @@ import re
 
 import numpy as np
 import pytest
-from forms_made_here import rows_of
-from stand_in import EXPERTS, LAYERS, TOP_K, serving
+from fake_server import EXPERTS, LAYERS, TOP_K, serving
+from sample_answers import rows_of
 
 from vllm_r3.checks.compare import Side, compare_servers, compare_sides
-from vllm_r3.checks.http import Http
+from vllm_r3.checks.connect import Http
 from vllm_r3.checks.target import Target
+from vllm_r3.client import ChoiceRoutes, Count, RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import ChoiceRoutes, Count, RouteShape
 
 SHAPE = RouteShape(LAYERS, TOP_K, EXPERTS)
 

@@ -7,10 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from forms_made_here import bare, full_answer, meta, npy, rows_of, sglang_answer, split_answer
+from sample_answers import bare, full_answer, meta, npy, rows_of, sglang_answer, split_answer
 
-from vllm_r3.errors import R3Error
-from vllm_r3.routes import (
+from vllm_r3.client import (
     RoutesError,
     RouteShape,
     base64_numpy,
@@ -18,7 +17,8 @@ from vllm_r3.routes import (
     decode_choice,
     dtype_for,
 )
-from vllm_r3.routes.blob import decode_segment
+from vllm_r3.client.npy import decode_segment
+from vllm_r3.errors import R3Error
 
 PROMPT, TOKENS = 5, 9
 ROWS = rows_of(TOKENS - 1)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from forms_made_here import full_answer, rows_of, sglang_answer, split_answer
+from sample_answers import full_answer, rows_of, sglang_answer, split_answer
 
-from vllm_r3.routes import RolloutRoutes, RoutesError, RouteShape, collect_stream, decode_answer
+from vllm_r3.client import RolloutRoutes, RoutesError, RouteShape, collect_stream, decode_answer
 
 ROWS = rows_of(8)
 SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=16)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from forms_made_here import rows_of, split_answer
-from stand_in import serving
+from fake_server import serving
+from sample_answers import rows_of, split_answer
 
 from vllm_r3.checks.inspect import expert_load, heat_map, read_rows
+from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import RouteShape
 
 NOTHING = RouteShape()
 

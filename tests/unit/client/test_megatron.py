@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forms_made_here import rows_of
+from sample_answers import rows_of
 
 from vllm_r3.adapters import megatron as adapter
 from vllm_r3.adapters.batch import batch_rows
+from vllm_r3.client import RoutesError
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import RoutesError
 
 torch = pytest.importorskip(
     "torch", reason="torch is not installed: pip install 'vllm-r3[megatron]'"

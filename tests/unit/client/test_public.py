@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import vllm_r3.routes
+import vllm_r3.client
 
 HEAVY = ("torch", "transformers", "vllm", "matplotlib", "httpx", "requests", "megatron")
 
 
 def test_public_names_are_these() -> None:
-    assert sorted(vllm_r3.routes.__all__) == [
+    assert sorted(vllm_r3.client.__all__) == [
         "ChoiceRoutes",
         "Count",
         "RolloutRoutes",
@@ -23,7 +23,7 @@ def test_public_names_are_these() -> None:
         "decode_choice",
         "dtype_for",
     ]
-    assert all(hasattr(vllm_r3.routes, name) for name in vllm_r3.routes.__all__)
+    assert all(hasattr(vllm_r3.client, name) for name in vllm_r3.client.__all__)
 
 
 def imported(*modules: str) -> set[str]:
@@ -35,8 +35,8 @@ def imported(*modules: str) -> set[str]:
 
 
 def test_the_client_imports_nothing_heavier_than_numpy() -> None:
-    modules = ("routes", "adapters.slime", "adapters.batch", "adapters.megatron")
-    checks = ("checks.server", "checks.compare", "checks.inspect", "checks.rollout", "replay")
+    modules = ("client", "adapters.slime", "adapters.batch", "adapters.megatron")
+    checks = ("checks.server", "checks.compare", "checks.inspect", "checks.rollout", "replay.replay")
     found = imported(*(f"vllm_r3.{name}" for name in modules + checks))
     assert "numpy" in found and not found & set(HEAVY)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_in import serving
+from fake_server import serving
 
 from vllm_r3.checks.target import connect
+from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.forced_routing import ForcedRouting
-from vllm_r3.replay import Mismatch, ReplayReport, Sampled, load_model, sample, score
-from vllm_r3.routes import RouteShape
+from vllm_r3.replay.experts_hook import ForcedRouting
+from vllm_r3.replay.replay import Mismatch, ReplayReport, Sampled, load_model, sample, score
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[replay]'")
 transformers = pytest.importorskip(

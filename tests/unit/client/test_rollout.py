@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
-from forms_made_here import full_answer, npy, rows_of, split_answer
+from sample_answers import full_answer, npy, rows_of, split_answer
 
-from vllm_r3.routes import RolloutRoutes, RoutesError, RouteShape, collect_stream, decode_choice
+from vllm_r3.client import RolloutRoutes, RoutesError, RouteShape, collect_stream, decode_choice
 
 ALL = rows_of(40)
 

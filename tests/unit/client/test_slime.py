@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forms_made_here import full_answer, rows_of, sglang_answer, split_answer
+from sample_answers import full_answer, rows_of, sglang_answer, split_answer
 
 from vllm_r3.adapters.slime import assign_routed_experts, engine_flags, held_rows
-from vllm_r3.routes import RoutesError
+from vllm_r3.client import RoutesError
 
 ALL = rows_of(40)
 ARGS = SimpleNamespace(num_layers=3, moe_router_topk=2, num_experts=16)

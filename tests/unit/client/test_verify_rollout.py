@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forms_made_here import rows_of
+from sample_answers import rows_of
 
 from vllm_r3.checks import torchfile
 from vllm_r3.checks.rollout import RolloutReport, judge, verify_rollout
 from vllm_r3.checks.values import find_problems, spans
+from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.routes import RouteShape
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[replay]'")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from stand_in import serving
+from fake_server import serving
 
 from vllm_r3.checks.server import CHECKS, ServerReport, verify_server
 from vllm_r3.errors import R3Error

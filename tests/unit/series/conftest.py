@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lab import Lab
+from sample_series import Lab
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import Lab, snapshot
+from sample_series import Lab, snapshot
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series import transaction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from lab import SOURCES, Lab
+from sample_series import SOURCES, Lab
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series.folder import apply_patch

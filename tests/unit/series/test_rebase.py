@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab import SOURCES, Lab
+from sample_series import SOURCES, Lab
 
 from vllm_r3.series.importing import import_series
 from vllm_r3.series.rebase import try_rebase

@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from lab import SOURCES, Lab, snapshot
+from sample_series import SOURCES, Lab, snapshot
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series.apply import apply_series, revert_series

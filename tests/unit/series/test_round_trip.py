@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lab import SOURCES, Lab, snapshot
+from sample_series import SOURCES, Lab, snapshot
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series.export import plan_export

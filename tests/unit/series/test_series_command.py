@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lab import Lab, snapshot
+from sample_series import Lab, snapshot
 
 from vllm_r3.cli import build_parser, main
 

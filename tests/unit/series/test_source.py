@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from lab import SOURCES, Lab
+from sample_series import SOURCES, Lab
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series import source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab import Lab
+from sample_series import Lab
 
 from vllm_r3.series.apply import apply_series
 from vllm_r3.series.status import read_status

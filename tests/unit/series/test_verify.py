@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lab import BODY, SOURCES, Lab
+from sample_series import BODY, SOURCES, Lab
 
 from vllm_r3.series.findings import Finding, counted
 from vllm_r3.series.folder import reorder

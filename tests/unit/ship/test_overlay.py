@@ -12,7 +12,7 @@ import pytest
 SERIES = Path(__file__).resolve().parents[1] / "series"
 sys.path.insert(0, str(SERIES))
 
-from lab import Lab, snapshot  # noqa: E402
+from sample_series import Lab, snapshot  # noqa: E402
 
 from vllm_r3.errors import R3Error  # noqa: E402
 from vllm_r3.series.status import read_status  # noqa: E402

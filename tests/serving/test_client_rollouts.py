@@ -1,0 +1,235 @@
+"""Rollouts against a real server: turns, aborts, resumes, files, checks, all held to the oracle."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from client_server import Running
+
+from vllm_r3.adapters.batch import pack_rows
+from vllm_r3.adapters.slime import assign_routed_experts
+from vllm_r3.cli import main
+from vllm_r3.client import RolloutRoutes, RouteShape, decode_answer
+from vllm_r3.errors import R3Error
+from vllm_r3.replay.replay import replay, score
+
+KIND, DTYPE = "dense-between", "float32"  # MoE layers 1, 2 and 4 of 6
+ARGS = SimpleNamespace(
+    num_layers=6, moe_router_topk=4, num_experts=16, moe_layer_freq=[0, 1, 1, 0, 1, 0]
+)
+SIDES = ["--num-layers", "6", "--moe-router-topk", "4", "--num-experts", "16"]
+MOE = ["--moe-layers", "1,2,4"]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(10, 400, length)]
+
+
+def agree(running: Running, tokens: list[int], rows: np.ndarray) -> None:
+    """Every cell holds the experts that the oracle chooses; order inside a cell means nothing."""
+    truth = running.oracle.truth(tokens).rows
+    assert rows.shape == truth.shape
+    np.testing.assert_array_equal(np.sort(rows, axis=2), np.sort(truth, axis=2))
+
+
+def test_three_turns_with_prefix_omission_are_the_oracles_rows(running: Running) -> None:
+    rollout = RolloutRoutes()
+    tokens = prompt(40)
+    for turn in range(3):
+        start = rollout.next_start
+        answer = running.generate(tokens, 9, routed_experts_prompt_start=start)
+        taken = rollout.add_turn(tokens, answer, start=start)
+        assert taken.rows == len(rollout.tokens) - 1 - start
+        tokens = rollout.tokens + prompt(13, seed=turn + 1)
+    assert [turn.start for turn in rollout.turns] == [0, 48, 70]
+    rows = rollout.finish()
+    assert rows.shape == (len(rollout.tokens) - 1, 6, 4) and rows.dtype == np.uint8
+    agree(running, rollout.tokens, rows)
+
+
+def aborted_request(running: Running, tokens: list[int], max_tokens: int) -> Any:
+    """Abort a long request on the server while it generates, and return its answer.
+
+    Others beside it slow it down to seconds; the server's own count says when they are under way.
+    """
+    for attempt in range(12):
+        answers: list[Any] = []
+
+        def ask(index: int, into: list[Any] = answers) -> None:
+            answer = running.generate(tokens if index == 0 else prompt(40, seed=index), max_tokens)
+            if index == 0:
+                into.append(answer)
+
+        before = running.num_generated()
+        asking = [threading.Thread(target=ask, args=(index,)) for index in range(16)]
+        for thread in asking:
+            thread.start()
+        while running.num_generated() < before + 32 * (attempt + 1) and not answers:
+            time.sleep(0.01)
+        running.post("/pause?mode=abort")
+        for thread in asking:
+            thread.join(timeout=60)
+        running.post("/resume")
+        choice = answers[0]["choices"][0]
+        if choice["finish_reason"] == "abort" and choice["token_ids"]:
+            return answers[0]
+    raise AssertionError("in 12 attempts it was aborted before its first token or not at all")
+
+
+def test_a_partial_rollout_is_resumed_without_a_doubled_row(running: Running) -> None:
+    rollout = RolloutRoutes()
+    tokens = prompt(40, seed=7)
+    partial = aborted_request(running, tokens, 460)
+    choice = partial["choices"][0]
+    assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < 460
+    turn = rollout.add_turn(tokens, partial)
+    assert turn.rows == len(rollout.tokens) - 1 and turn.note == ""
+    held, start = len(rollout.tokens), rollout.next_start
+    resumed = running.generate(rollout.tokens, 12, routed_experts_prompt_start=start)
+    rollout.add_turn(rollout.tokens, resumed, start=start)
+    assert rollout.num_rows == held + 12 - 1
+    agree(running, rollout.tokens, rollout.finish())
+
+
+def samples_of(running: Running) -> list[dict[str, Any]]:
+    """Two samples as slime and vime make them, one of two turns."""
+    made = []
+    for index in range(2):
+        tokens = prompt(30, seed=20 + index)
+        sample = SimpleNamespace(index=index, tokens=tokens, rollout_routed_experts=None)
+        for _ in range(1 + index):
+            start = (
+                max(0, len(sample.tokens) - 1) if sample.rollout_routed_experts is not None else 0
+            )
+            answer = running.generate(sample.tokens, 8, routed_experts_prompt_start=start)
+            sample.tokens = sample.tokens + answer["choices"][0]["token_ids"]
+            assert assign_routed_experts(sample, answer, ARGS) == ""
+        made.append({**vars(sample), "status": "completed", "response_length": 8, "metadata": {}})
+    return made
+
+
+@pytest.fixture(scope="module")
+def samples(running: Running) -> list[dict[str, Any]]:
+    return samples_of(running)
+
+
+def test_samples_hold_the_trainers_shape_and_the_oracles_rows(
+    running: Running, samples: list[dict[str, Any]]
+) -> None:
+    for sample in samples:
+        rows = sample["rollout_routed_experts"]
+        assert rows.shape == (len(sample["tokens"]) - 1, ARGS.num_layers, ARGS.moe_router_topk)
+        agree(running, sample["tokens"], rows)
+    packed = pack_rows([sample["rollout_routed_experts"] for sample in samples], 16)
+    assert len(packed) == sum(len(sample["tokens"]) for sample in samples)
+
+
+def verify(path: Path, samples: list[dict[str, Any]]) -> int:
+    torch.save({"rollout_id": 0, "samples": samples}, path)
+    words = ["verify", "rollout", str(path), *SIDES, *MOE, "--min-samples-with-routing", "1"]
+    return main(words)
+
+
+def test_a_debug_rollout_file_of_real_samples_is_verified(
+    samples: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(tmp_path / "r.pt", samples) == 0
+    out = capsys.readouterr().out
+    assert out == f"{tmp_path / 'r.pt'}: 2 samples, 2 with routing\n  2 ok\n"
+
+
+def zeroed(rows: np.ndarray) -> np.ndarray:
+    rows = rows.copy()
+    rows[:16] = 0
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("damage", "verdict"),
+    [
+        (lambda rows: None, "sample 0: missing"),
+        (lambda rows: rows[:-1], "sample 0: wrong rows"),
+        (lambda rows: rows[:, [1, 2, 4]], "sample 0: wrong layers"),
+        (lambda rows: rows[..., :3], "sample 0: wrong top-k"),
+        (lambda rows: rows.reshape(len(rows), -1), "sample 0: wrong rank"),
+        (lambda rows: rows * (np.arange(6) != 2)[:, None], "sample 0: zero MoE layer"),
+        (zeroed, "sample 0: zero rows\n  zero rows: 16 of 37 rows hold zeros: 0-15"),
+        (lambda rows: rows[..., [0, 0, 1, 2]], "sample 0: duplicate ids"),
+        (lambda rows: rows + 1, "sample 0: "),
+    ],
+)
+def test_broken_variants_of_a_real_sample_are_named(
+    samples: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Any,
+    verdict: str,
+) -> None:
+    broken = {**samples[0], "rollout_routed_experts": damage(samples[0]["rollout_routed_experts"])}
+    path = tmp_path / "r.pt"
+    torch.save({"rollout_id": 0, "samples": [broken, samples[1]]}, path)
+    assert main(["verify", "rollout", str(path), *SIDES, *MOE]) == 1
+    assert capsys.readouterr().out.startswith(verdict)
+
+
+def test_verify_server_passes_ours(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "server", running.url]) == 0
+    assert "11 checks: 11 ok, 0 FAILED, 0 not checked" in capsys.readouterr().out
+
+
+def test_compare_finds_a_server_equal_to_itself(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", running.url, running.url]) == 0
+    assert "64 prompt tokens, 95 rows compared" in capsys.readouterr().out
+
+
+def test_inspect_shows_dense_layers_empty_and_moe_layers_busy(
+    running: Running, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", running.url]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    bits = [float(line.split()[1]) for line in lines]
+    assert [bool(value) for value in bits] == [False, True, True, False, True, False]
+    assert all(3.0 < bits[layer] <= 4.0 for layer in (1, 2, 4))
+
+
+def test_in_float32_both_mismatches_are_near_zero(running: Running) -> None:
+    report = replay(str(running.model_dir), running.url, texts=4, max_tokens=24)
+    assert report.dtype == "float32" and report.passed
+    assert report.rows_differing < 1e-3
+    for side in (report.free, report.replayed):
+        assert side.kl < 1e-8 and side.largest < 2e-4
+
+
+def test_rows_of_the_next_token_raise_the_mismatch(running: Running) -> None:
+    """The control: what replay would say if the rows were off by one."""
+    from vllm_r3.replay.experts_hook import ForcedRouting
+    from vllm_r3.replay.replay import load_model
+
+    tokens = prompt(48, seed=3)
+    answer = running.generate(tokens, 16)
+    (routes,) = decode_answer(answer, num_prompt=len(tokens))
+    tokens += list(routes.token_ids or [])
+    model, _ = load_model(str(running.model_dir), "float32")
+    forced = ForcedRouting(model)
+    _, free = score(forced, tokens, None)
+    _, right = score(forced, tokens, routes.rows)
+    _, shifted = score(forced, tokens, np.roll(routes.rows, -1, axis=0))
+    assert np.abs(right - free).max() < 2e-4
+    assert np.abs(shifted - free).max() > 0.1
+
+
+def test_a_wrong_expectation_of_the_model_is_refused_with_both_numbers(running: Running) -> None:
+    answer = running.generate(prompt(20), 4)
+    message = re.escape(": expected num_experts 64, got 16")
+    with pytest.raises(R3Error, match=message + "$"):
+        decode_answer(answer, num_prompt=20, shape=RouteShape(num_experts=64))

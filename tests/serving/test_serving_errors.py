@@ -1,0 +1,153 @@
+"""Every 400 of the contract, with its message; the next request is right."""
+
+from __future__ import annotations
+
+import pytest
+from server_fixture import ENDPOINTS, GENERATE, request, seeded_prompt
+
+PROMPT = seeded_prompt(9, 21)
+all_endpoints = pytest.mark.parametrize("endpoint", ENDPOINTS)
+both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+def refused(kit, endpoint, stream=False, prompt=PROMPT, **ours):
+    """The message of a request that must get HTTP 400, also when it asks for a stream."""
+    body = request(endpoint, prompt) | ours | ({"stream": True} if stream else {})
+    status, answer = kit.post(ENDPOINTS[endpoint], body)
+    assert status == 400, answer
+    assert answer["error"]["code"] == 400
+    return answer["error"]["message"]
+
+
+def prompt_len(kit, endpoint):
+    answer = kit.check(ENDPOINTS[endpoint], request(endpoint, PROMPT))
+    return len(answer.prompt or answer.choices[0].prompt or PROMPT)
+
+
+@both_ways
+@all_endpoints
+@pytest.mark.parametrize("past", [1, 1000, 10**30])
+def test_start_past_the_prompt_is_refused_with_its_range(kit, endpoint, stream, past):
+    length = prompt_len(kit, endpoint)
+    message = refused(kit, endpoint, stream, routed_experts_prompt_start=length + past)
+    expected = f"routed_experts_prompt_start must be in [0, {length}], got {length + past}"
+    assert message == expected
+    kit.check(ENDPOINTS[endpoint], request(endpoint, PROMPT), stream)
+
+
+@both_ways
+@all_endpoints
+def test_negative_start_is_refused_with_its_range(kit, endpoint, stream):
+    length = prompt_len(kit, endpoint)
+    message = refused(kit, endpoint, stream, routed_experts_prompt_start=-1)
+    assert message == f"routed_experts_prompt_start must be in [0, {length}], got -1"
+
+
+def test_start_past_one_of_several_prompts_is_refused(kit):
+    prompts = [PROMPT, PROMPT[:5]]
+    message = refused(kit, "completions", prompt=prompts, routed_experts_prompt_start=6)
+    assert message == "routed_experts_prompt_start must be in [0, 5], got 6"
+
+
+@both_ways
+@all_endpoints
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("routed_experts_encoding", "'npy' or 'list'"),
+        ("routed_experts_layout", "'split' or 'full'"),
+    ],
+)
+@pytest.mark.parametrize("value", ["", "base64", "NPY", 1, [], {}, False])
+def test_unknown_values_are_refused_with_the_allowed_ones(
+    kit, endpoint, stream, name, allowed, value
+):
+    message = refused(kit, endpoint, stream, **{name: value})
+    assert f"Input should be {allowed}" in message
+    assert name in message
+
+
+@all_endpoints
+@pytest.mark.parametrize("value", ["many", 1.5, None, [], {}])
+def test_start_of_another_type_is_refused(kit, endpoint, value):
+    message = refused(kit, endpoint, routed_experts_prompt_start=value)
+    assert "routed_experts_prompt_start" in message and "integer" in message
+
+
+@all_endpoints
+@pytest.mark.parametrize("value", ["maybe", 2, [], {}])
+def test_return_of_another_type_is_refused(kit, endpoint, value):
+    message = refused(kit, endpoint, return_routed_experts=value)
+    assert "return_routed_experts" in message and "boolean" in message
+
+
+def test_batch_of_chats_refuses_to_return_rows(kit):
+    body = {"messages": [[{"role": "user", "content": "a"}]], "return_routed_experts": True}
+    status, answer = kit.post("/v1/chat/completions/batch", body | {"model": "tiny"})
+    assert status == 400
+    assert "Batch chat completions do not return routed experts." in answer["error"]["message"]
+
+
+@both_ways
+@all_endpoints
+def test_true_without_the_flag_is_refused_naming_the_flag(off, endpoint, stream):
+    message = refused(off, endpoint, stream, return_routed_experts=True)
+    assert message == (
+        "return_routed_experts is true, but the server runs without --enable-return-routed-experts"
+    )
+
+
+def test_true_among_the_sampling_params_without_the_flag_is_refused_too(off):
+    body = request("generate", PROMPT)
+    body["sampling_params"]["return_routed_experts"] = True
+    status, answer = off.post(GENERATE, body)
+    assert status == 400 and "--enable-return-routed-experts" in answer["error"]["message"]
+
+
+STOCK_KEYS = {
+    "generate": (
+        {"request_id", "choices", "prompt_logprobs", "kv_transfer_params"},
+        {"index", "logprobs", "finish_reason", "token_ids"},
+    ),
+    "completions": (
+        {"id", "object", "created", "prompt_routed_experts", "model", "choices", "service_tier"}
+        | {"system_fingerprint", "usage", "kv_transfer_params"},
+        {"index", "text", "logprobs", "finish_reason", "stop_reason", "token_ids"}
+        | {"prompt_logprobs", "prompt_token_ids", "routed_experts"},
+    ),
+    "chat": (
+        {"id", "object", "created", "prompt_routed_experts", "model", "choices", "service_tier"}
+        | {"system_fingerprint", "usage", "prompt_logprobs", "prompt_token_ids"}
+        | {"prompt_text", "kv_transfer_params"},
+        {"index", "message", "logprobs", "finish_reason", "stop_reason", "token_ids"}
+        | {"routed_experts"},
+    ),
+}
+
+
+def check_stock_form(kit, endpoint, **ours):
+    """An answer without rows has stock 0.21.0's fields, the row fields of those null."""
+    status, answer = kit.post(ENDPOINTS[endpoint], request(endpoint, PROMPT, **ours))
+    assert status == 200
+    top, choice = STOCK_KEYS[endpoint]
+    assert set(answer) == top and set(answer["choices"][0]) == choice
+    for part in (answer, answer["choices"][0]):
+        assert all(part[name] is None for name in part if "routed_experts" in name)
+    for chunk in kit.chunks(ENDPOINTS[endpoint], request(endpoint, PROMPT, **ours)):
+        assert "routed_experts" not in str(chunk)
+
+
+@all_endpoints
+def test_answers_without_the_flag_are_of_stock_form(off, endpoint):
+    check_stock_form(off, endpoint)
+    check_stock_form(off, endpoint, return_routed_experts=False)
+
+
+@all_endpoints
+def test_false_gives_an_answer_of_stock_form(kit, endpoint):
+    check_stock_form(kit, endpoint, return_routed_experts=False)
+
+
+def test_info_without_the_flag_says_so(off):
+    assert set(off.get("/routed_experts/info")) == {"enabled", "version"}
+    assert off.get("/routed_experts/info")["enabled"] is False

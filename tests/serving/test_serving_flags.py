@@ -1,0 +1,115 @@
+"""The server's flags: another encoding and layout, dense layers, tools and a reasoning parser."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_fixture import CHAT, ENDPOINTS, decode, request, seeded_prompt
+
+PROMPT = seeded_prompt(13, 23)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"type": "integer", "maximum": 9}},
+            "required": ["at"],
+        },
+    },
+}
+both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+all_endpoints = pytest.mark.parametrize("endpoint", ENDPOINTS)
+
+
+def test_info_says_what_the_contract_says(kit):
+    info = kit.get("/routed_experts/info")
+    version = info.pop("version")
+    assert version == kit.get("/version")["version"]
+    assert info == {
+        "enabled": True,
+        "num_layers": 4,
+        "moe_layers": [0, 1, 2, 3],
+        "num_experts": 16,
+        "top_k": 4,
+        "dtype": "uint8",
+        "encoding": "npy",
+        "layout": "split",
+    }
+
+
+def test_info_names_the_flags_and_the_layers_with_experts(flagged):
+    info = flagged.get("/routed_experts/info")
+    assert (info["encoding"], info["layout"]) == ("list", "full")
+    assert (info["num_layers"], info["moe_layers"]) == (6, [1, 2, 4])
+
+
+@both_ways
+@all_endpoints
+def test_flags_hold_where_the_request_names_none(flagged, endpoint, stream):
+    answer = flagged.check(ENDPOINTS[endpoint], request(endpoint, PROMPT), stream)
+    assert (answer.meta["encoding"], answer.meta["layout"]) == ("list", "full")
+    assert isinstance(answer.choices[0].rows, list)
+
+
+@both_ways
+@all_endpoints
+def test_request_overrides_the_flags(flagged, endpoint, stream):
+    ours = {"routed_experts_encoding": "npy", "routed_experts_layout": "split"}
+    answer = flagged.check(ENDPOINTS[endpoint], request(endpoint, PROMPT, **ours), stream)
+    assert (answer.meta["encoding"], answer.meta["layout"]) == ("npy", "split")
+    assert decode(answer.prompt_rows, "npy", "uint8").shape[1:] == (6, 4)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    "choice",
+    ["auto", "none", {"type": "function", "function": {"name": "look"}}, "required"],
+    ids=["auto", "none", "named", "required"],
+)
+def test_chat_with_tools_and_reasoning_carries_rows(flagged, stream, choice):
+    body = request("chat", PROMPT, max_tokens=60, tools=[TOOL], tool_choice=choice)
+    answer = flagged.check(CHAT, body, stream)
+    assert answer.choices[0].finish_reason is not None
+
+
+def test_wide_model_sends_int16(wide):
+    assert wide.get("/routed_experts/info")["dtype"] == "int16"
+    biggest = 0
+    for endpoint in ENDPOINTS:
+        for encoding in ("npy", "list"):
+            body = request(endpoint, PROMPT, routed_experts_encoding=encoding)
+            answer = wide.check(ENDPOINTS[endpoint], body)
+            assert answer.meta["dtype"] == "int16"
+            biggest = max(biggest, decode(answer.prompt_rows, encoding, "int16").max())
+    assert biggest > 255
+
+
+def vllm(*args):
+    command = [str(Path(sys.executable).with_name("vllm")), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_help_describes_both_flags():
+    for flag, values in (("encoding", "{npy,list}"), ("layout", "{split,full}")):
+        shown = vllm("serve", f"--help=routed-experts-{flag}").stdout
+        assert f"--routed-experts-{flag}" in shown
+        assert all(value in shown for value in values.strip("{}").split(","))
+
+
+def test_unknown_value_of_a_flag_is_a_usage_error():
+    done = vllm("serve", "nothing", "--routed-experts-encoding", "json")
+    assert done.returncode == 2
+    assert "invalid choice: 'json' (choose from" in done.stderr
+
+
+def test_flags_do_not_change_the_compiled_graph(models):
+    from vllm.config import ModelConfig
+
+    def graph(**flags):
+        return ModelConfig(str(models("moe")), **flags).compute_hash()
+
+    assert graph() == graph(routed_experts_encoding="list", routed_experts_layout="full")

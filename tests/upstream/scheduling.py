@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Real scheduler, KV-cache manager and block pool, driven by a worker without a model.
+
+The worker does what a model runner does with a step, token ids and block tables included,
+and keeps a KV cache of rows, so that it knows by itself which row an answer must carry. A
+row says which token it is of, at which position, in which layer and in which step, so that
+neither a shift, nor a neighbour, nor a second pass can hide.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.routed_experts import RoutedExpertsInfo, StepRoutedExperts
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 128
+NUM_LAYERS = 3
+TOP_K = 4
+INFO = RoutedExpertsInfo(
+    num_layers=NUM_LAYERS, moe_layers=[0, 1, 2], num_experts=30000, top_k=TOP_K
+)
+EOS = 5
+REJECTED = 29999
+
+
+def row(token_id: int, position: int, step: int) -> np.ndarray:
+    """Row of one token in one pass: no two of them are equal in any layer."""
+    layers = [[token_id, position, 1000 * layer, step] for layer in range(NUM_LAYERS)]
+    return np.array(layers, dtype=INFO.dtype)
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """What the model would sample: depends on every token before it, never EOS."""
+    return 100 + (len(token_ids) * 7 + sum(token_ids) * 13) % 899
+
+
+@dataclass
+class Runner:
+    """Stands in for a worker: takes a step, answers with tokens and rows.
+
+    Args:
+        group: KV-cache group whose slots the rows go to.
+        sample: What the model samples after a list of tokens.
+        num_accepted: Drafts of a request that are right in a step, by (request id, step).
+    """
+
+    group: int = 0
+    sample: Callable[[Sequence[int]], int] = next_token
+    num_accepted: Callable[[str, int], int] = lambda request_id, step: 0
+    loses: Callable[[str, int, int], bool] = lambda request_id, position, step: False
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    num_prompt: dict[str, int] = field(default_factory=dict)
+    # Rows that the KV cache holds, by slot, and by request those of the first pass.
+    kv_cache: dict[int, np.ndarray] = field(default_factory=dict)
+    first_pass: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    step: int = 0
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        self.step += 1
+        self._update_states(scheduled)
+        slots: list[int] = []
+        rows: list[np.ndarray] = []
+        sampled: list[list[int]] = []
+        # A runner's batch has an order of its own.
+        request_ids = sorted(scheduled.num_scheduled_tokens, reverse=True)
+        starts = self._starts(scheduled)
+        for request_id in request_ids:
+            num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+            num_tokens = scheduled.num_scheduled_tokens[request_id]
+            sampled.append(
+                self._run(
+                    request_id, starts[request_id], num_tokens, num_drafts, slots, rows
+                )
+            )
+        for request_id in request_ids:
+            # Only now: a hit may be on blocks that this very step has filled.
+            self._remember_hits(request_id, starts[request_id])
+        output = ModelRunnerOutput(
+            req_ids=request_ids,
+            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
+            sampled_token_ids=sampled,
+        )
+        if request_ids:
+            output.routed_experts = StepRoutedExperts(
+                np.array(slots, dtype=np.int64), np.stack(rows)
+            )
+        return output
+
+    def _update_states(self, scheduled: SchedulerOutput) -> None:
+        for new in scheduled.scheduled_new_reqs:
+            tokens = new.prefill_token_ids or new.prompt_token_ids
+            self.tokens[new.req_id] = list(tokens)
+            self.blocks[new.req_id] = list(new.block_ids[self.group])
+            self.num_prompt.setdefault(new.req_id, len(new.prompt_token_ids))
+            self.first_pass.setdefault(new.req_id, {})
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, new_blocks in zip(
+            cached.req_ids, cached.new_block_ids, strict=True
+        ):
+            if request_id in cached.all_token_ids:
+                self.tokens[request_id] = list(cached.all_token_ids[request_id])
+            if request_id in cached.resumed_req_ids:
+                self.blocks[request_id] = []
+            if new_blocks is not None:
+                self.blocks[request_id] += new_blocks[self.group]
+
+    def _starts(self, scheduled: SchedulerOutput) -> dict[str, int]:
+        cached = scheduled.scheduled_cached_reqs
+        starts = {
+            new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs
+        }
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        # The scheduler may count drafts that the runner has rejected meanwhile.
+        return {r: min(start, len(self.tokens[r]) - 1) for r, start in starts.items()}
+
+    def _run(
+        self,
+        request_id: str,
+        start: int,
+        num_tokens: int,
+        num_drafts: int,
+        slots: list[int],
+        rows: list[np.ndarray],
+    ) -> list[int]:
+        tokens = self.tokens[request_id]
+        first_pass = self.first_pass[request_id]
+        num_right = min(self.num_accepted(request_id, self.step), num_drafts)
+        sampled: list[int] = []
+        if start + num_tokens - num_drafts == len(tokens):
+            sampled = [self.sample(tokens)]
+            while len(sampled) <= num_right:
+                sampled.append(self.sample(tokens + sampled))
+        inputs = tokens + sampled[:num_right] + [REJECTED] * (num_drafts - num_right)
+        for position in range(start, start + num_tokens):
+            slot = self._slot(request_id, position)
+            self.kv_cache[slot] = row(inputs[position], position, self.step)
+            if self.loses(request_id, position, self.step):
+                slot = -1
+            elif position < len(tokens) + num_right:
+                first_pass.setdefault(position, self.kv_cache[slot])
+            slots.append(slot)
+            rows.append(row(inputs[position], position, self.step))
+        tokens += sampled
+        return sampled
+
+    def _remember_hits(self, request_id: str, start: int) -> None:
+        first_pass = self.first_pass[request_id]
+        for position in range(start):
+            if position not in first_pass:
+                first_pass[position] = self.kv_cache[self._slot(request_id, position)]
+
+    def _slot(self, request_id: str, position: int) -> int:
+        block = self.blocks[request_id][position // BLOCK_SIZE]
+        return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@dataclass
+class Answer:
+    """What the front end got for one request, in the order in which it came."""
+
+    prompt: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    deltas: list[np.ndarray | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self.token_ids += output.new_token_ids
+        self.deltas.append(output.routed_experts)
+        self.error = output.error
+        if output.finish_reason is not None:
+            assert self.finish_reason is None, "finished twice"
+            self.finish_reason = str(output.finish_reason)
+
+    @property
+    def rows(self) -> np.ndarray | None:
+        deltas = [delta for delta in self.deltas if delta is not None]
+        return np.concatenate(deltas) if deltas else None
+
+
+class Engine:
+    """The loop of the engine core around a scheduler and a `Runner`.
+
+    Args:
+        scheduler: The scheduler, with routed experts on.
+        runner: The worker.
+        num_drafts: Draft tokens that every decoding request proposes.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, num_drafts: int = 0
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.is_async = isinstance(scheduler, AsyncScheduler)
+        self.num_drafts = num_drafts
+        self.answers: dict[str, Answer] = {}
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.steps: list[SchedulerOutput] = []
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+
+    @property
+    def table(self):
+        return self.scheduler.routed_experts_manager.table
+
+    def add(
+        self, request_id: str, prompt: list[int], *, priority: int = 0, **params
+    ) -> None:
+        params.setdefault("max_tokens", 8)
+        sampling_params = SamplingParams(temperature=0.0, **params)
+        sampling_params.update_from_generation_config({}, EOS)
+        self.scheduler.add_request(
+            Request(
+                request_id=request_id,
+                prompt_token_ids=list(prompt),
+                sampling_params=sampling_params,
+                pooling_params=None,
+                priority=priority,
+                arrival_time=float(len(self.answers)),
+                block_hasher=self._hasher,
+            )
+        )
+        self.answers[request_id] = Answer(list(prompt))
+
+    def launch(self) -> SchedulerOutput:
+        """Schedule a step and run it, without looking at what came of it."""
+        scheduled = self.scheduler.schedule()
+        self.steps.append(scheduled)
+        self.in_flight.append((scheduled, self.runner.execute(scheduled)))
+        return scheduled
+
+    def collect(self) -> None:
+        """Hand the oldest launched step's output to the scheduler."""
+        scheduled, output = self.in_flight.popleft()
+        for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for one in outputs.outputs:
+                self.answers[one.request_id].add(one)
+        if self.num_drafts and not self.is_async:
+            self._propose(output)
+        if output.routed_experts is not None:
+            # The runner uses its memory again.
+            output.routed_experts.slots.fill(0)
+            output.routed_experts.rows.fill(-1)
+
+    def _propose(self, output: ModelRunnerOutput) -> None:
+        drafts = [
+            [REJECTED] * self.num_drafts if s else [] for s in output.sampled_token_ids
+        ]
+        self.scheduler.update_draft_token_ids(
+            DraftTokenIds(list(output.req_ids), drafts)
+        )
+
+    def step(self) -> None:
+        """One turn of the engine's loop; async runs one step ahead."""
+        if len(self.in_flight) < 2 and self.scheduler.has_requests():
+            self.launch()
+        if (
+            not self.is_async
+            or len(self.in_flight) > 1
+            or not self.scheduler.has_requests()
+        ):
+            self.collect()
+
+    def run(self, max_steps: int = 300) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished_requests() and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def drain(self) -> None:
+        """Collect what is in flight, without scheduling more."""
+        while self.in_flight:
+            self.collect()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def num_preemptions(self, request_id: str) -> int:
+        return sum(request_id in (s.preempted_req_ids or ()) for s in self.steps)
+
+    def expected(self, request_id: str, start: int = 0) -> np.ndarray:
+        """Rows [start, S - 1) as the runner remembers them."""
+        answer = self.answers[request_id]
+        stop = len(answer.prompt) + len(answer.token_ids) - 1
+        first_pass = self.runner.first_pass[request_id]
+        rows = [first_pass[position] for position in range(start, stop)]
+        return np.array(rows, dtype=INFO.dtype).reshape(-1, NUM_LAYERS, TOP_K)
+
+    def assert_rows(self, request_id: str, start: int = 0) -> None:
+        """The answer has one row for each token but the last, each of its first pass."""
+        answer = self.answers[request_id]
+        assert answer.error is None, answer.error
+        rows = answer.rows
+        assert rows is not None, f"{request_id}: no rows"
+        assert rows.dtype == INFO.dtype
+        token_ids = (answer.prompt + answer.token_ids)[start:-1]
+        assert rows[:, 0, 0].tolist() == token_ids
+        assert rows[:, 0, 1].tolist() == list(range(start, start + len(token_ids)))
+        np.testing.assert_array_equal(rows, self.expected(request_id, start))
+
+
+def make_engine(
+    model: str,
+    kv_cache_config: KVCacheConfig,
+    *,
+    is_async: bool = False,
+    num_drafts: int = 0,
+    group: int = 0,
+    max_num_batched_tokens: int = 64,
+    policy: str = "fcfs",
+    log_stats: bool = True,
+) -> Engine:
+    """Build an engine around the real scheduler for the model in directory `model`."""
+    model_config = ModelConfig(
+        model=model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+    )
+    vllm_config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig("cpu"),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            policy=policy,
+        ),
+        cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+    )
+    vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+    init_none_hash(sha256)
+    scheduler = (AsyncScheduler if is_async else Scheduler)(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=BLOCK_SIZE,
+        log_stats=log_stats,
+    )
+    if num_drafts:
+        scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = num_drafts
+        scheduler._spec_token_placeholders = [-1] * num_drafts
+    scheduler.init_routed_experts(INFO)
+    return Engine(scheduler, Runner(group=group), num_drafts)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Random requests on too few blocks: every answer is right or the seed says how to see why.
+
+Shared prefixes, chunks, preemption, drafts, stop strings, answered aborts and forced resets
+meet here in orders that nobody has thought of.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from scheduling import BLOCK_SIZE, Engine, make_engine
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+
+PREFIXES = [list(range(10 + 50 * k, 34 + 50 * k)) for k in range(3)]
+
+
+class Life:
+    """One engine and a random source that decides what happens to it."""
+
+    def __init__(self, engine: Engine, seed: int, *, resets: bool = False) -> None:
+        self.engine = engine
+        self.random = random.Random(seed)
+        self.resets = resets
+        self.num_requests = self.random.randint(6, 14)
+        self.aborted: set[str] = set()
+        num_drafts = engine.num_drafts
+        engine.runner.num_accepted = lambda request_id, step: random.Random(
+            f"{seed} {request_id} {step}"
+        ).randint(0, num_drafts)
+
+    def run(self) -> None:
+        engine = self.engine
+        while (
+            len(engine.answers) < self.num_requests or engine.scheduler.has_requests()
+        ):
+            self._add_some()
+            if self.random.random() < 0.03:
+                self._abort_one()
+            if self.resets and self.random.random() < 0.05:
+                engine.drain()
+                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            if engine.scheduler.has_requests() or engine.in_flight:
+                engine.step()
+            assert len(engine.steps) < 500, "stuck"
+        engine.drain()
+
+    def _add_some(self) -> None:
+        if self.random.random() < 0.5:
+            return
+        for _ in range(self.random.randint(1, 3)):
+            number = len(self.engine.answers)
+            if number == self.num_requests:
+                return
+            prefix = self.random.choice(PREFIXES)[: self.random.randint(0, 24)]
+            tail = [
+                self.random.randint(0, 99) for _ in range(self.random.randint(1, 6))
+            ]
+            self.engine.add(
+                f"r{number}",
+                prefix + tail,
+                max_tokens=self.random.choice([1, 2, 5, 12]),
+                priority=self.random.randint(0, 2),
+                stop=["never"] if self.random.random() < 0.3 else None,
+            )
+
+    def _abort_one(self) -> None:
+        scheduler = self.engine.scheduler
+        if not scheduler.requests:
+            return
+        request = self.random.choice(list(scheduler.requests.values()))
+        rows, errors = scheduler.routed_experts_manager.take_rows_of([request])
+        assert not errors
+        if request.num_output_tokens:
+            self.engine.answers[request.request_id].deltas.append(
+                rows[request.request_id]
+            )
+        else:
+            self.aborted.add(request.request_id)
+        self.engine.abort([request.request_id])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"is_async": True},
+        {"is_async": True, "policy": "priority"},
+        {"num_drafts": 2},
+        {"is_async": True, "num_drafts": 3},
+        {"is_async": True, "resets": True},
+        {"is_async": True, "num_drafts": 3, "resets": True},
+    ],
+    ids=lambda kind: "-".join(kind) or "plain",
+)
+def test_no_life_returns_a_wrong_row(model: str, kind: dict, seed: int):
+    kind = dict(kind)
+    resets = kind.pop("resets", False)
+    source = random.Random(seed)
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    engine = make_engine(
+        model,
+        KVCacheConfig(
+            source.choice([13, 14, 16, 20]), [], [KVCacheGroupSpec(["full"], spec)]
+        ),
+        max_num_batched_tokens=source.choice([16, 17, 33, 64]),
+        **kind,
+    )
+    life = Life(engine, seed, resets=resets)
+    life.run()
+    for request_id in engine.answers:
+        if request_id not in life.aborted:
+            engine.assert_rows(request_id)
+    manager = engine.scheduler.routed_experts_manager
+    assert (manager._saved, manager._preempted, manager._num_sent) == ({}, {}, {})
+    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert free == engine.table.num_blocks - 1
+
+
+def test_the_random_lives_do_preempt_and_hit(model: str):
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    config = KVCacheConfig(13, [], [KVCacheGroupSpec(["full"], spec)])
+    num_preempted = num_hits = 0
+    for seed in range(6):
+        engine = make_engine(model, config, is_async=True)
+        Life(engine, seed).run()
+        num_preempted += sum(len(step.preempted_req_ids or ()) for step in engine.steps)
+        new = [n for step in engine.steps for n in step.scheduled_new_reqs]
+        num_hits += np.count_nonzero([n.num_computed_tokens for n in new])
+    assert num_preempted > 5
+    assert num_hits > 5

@@ -1,0 +1,925 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The life of a request in vLLM's own scheduler and KV-cache manager, without a model.
+
+`Engine.assert_rows` compares an answer with what the worker remembers of each token's first
+pass. Every test also shows that what its name says has happened: a hit, a preemption, a
+rejected draft, a block with a new owner.
+"""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from scheduling import BLOCK_SIZE, EOS, INFO, REJECTED, Engine, make_engine, next_token
+from vllm.v1.core.routed_experts_manager import (
+    MissingRoutedExpertsError,
+    RoutedExpertsTable,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+
+MakeEngine = Callable[..., Engine]
+ATTENTION = {
+    "block_size": BLOCK_SIZE,
+    "num_kv_heads": 1,
+    "head_size": 1,
+    "dtype": torch.float32,
+}
+PROMPT = list(range(10, 21))
+
+
+@pytest.fixture
+def make(model: str) -> MakeEngine:
+    """Build an engine with `num_blocks` blocks for requests."""
+
+    def make_full_attention_engine(num_blocks: int, **kwargs) -> Engine:
+        spec = FullAttentionSpec(**ATTENTION)
+        groups = [KVCacheGroupSpec(["full"], spec)]
+        # One more: the pool keeps a null block for itself.
+        return make_engine(model, KVCacheConfig(num_blocks + 1, [], groups), **kwargs)
+
+    return make_full_attention_engine
+
+
+def num_hits(engine: Engine, request_id: str) -> int:
+    """Tokens that a request found in the prefix cache when it was first scheduled."""
+    for step in engine.steps:
+        for new in step.scheduled_new_reqs:
+            if new.req_id == request_id:
+                return new.num_computed_tokens
+    raise AssertionError(f"{request_id} was never scheduled")
+
+
+def chunks(engine: Engine, request_id: str) -> list[int]:
+    """Tokens of a request in each step that it was part of."""
+    counts = [step.num_scheduled_tokens.get(request_id) for step in engine.steps]
+    return [count for count in counts if count]
+
+
+# A plain life.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 11])
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_a_cold_request_returns_a_row_for_each_token_but_the_last(
+    make: MakeEngine, is_async: bool, num_prompt: int, max_tokens: int
+):
+    engine = make(32, is_async=is_async)
+    engine.add("a", PROMPT[:num_prompt], max_tokens=max_tokens)
+    engine.run()
+    assert len(engine.answers["a"].token_ids) == max_tokens
+    assert len(engine.answers["a"].rows) == num_prompt + max_tokens - 1
+    engine.assert_rows("a")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_requests_of_one_batch_do_not_get_each_other_s_rows(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(64, is_async=is_async)
+    for i in range(6):
+        engine.add(f"r{i}", [30 + i] * (3 * i + 1), max_tokens=2 + i)
+    engine.run()
+    assert len(engine.steps[0].num_scheduled_tokens) == 6
+    for i in range(6):
+        engine.assert_rows(f"r{i}")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("stop", ["eos", "token id", "length of the model"])
+def test_every_way_to_finish_in_the_engine_returns_rows(
+    make: MakeEngine, is_async: bool, stop: str
+):
+    engine = make(64, is_async=is_async)
+    params = {"max_tokens": 500}
+    if stop == "eos":
+        engine.runner.sample = lambda ids: EOS if len(ids) == 15 else next_token(ids)
+    elif stop == "token id":
+        params["stop_token_ids"] = [777]
+        engine.runner.sample = lambda ids: 777 if len(ids) == 15 else next_token(ids)
+    engine.add("a", PROMPT, **params)
+    engine.run()
+    expected = ("length", 128 - 11) if stop == "length of the model" else ("stop", 5)
+    answer = engine.answers["a"]
+    assert (answer.finish_reason, len(answer.token_ids)) == expected
+    engine.assert_rows("a")
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 10, 11])
+def test_prompt_rows_before_the_start_are_left_out(make: MakeEngine, start: int):
+    engine = make(32)
+    engine.add("a", PROMPT, max_tokens=3, routed_experts_prompt_start=start)
+    engine.run()
+    assert len(engine.answers["a"].rows) == 11 + 3 - 1 - start
+    engine.assert_rows("a", start)
+
+
+def test_start_at_the_end_of_the_prompt_and_one_token_is_an_empty_array(
+    make: MakeEngine,
+):
+    engine = make(32)
+    engine.add("a", PROMPT, max_tokens=1, routed_experts_prompt_start=11)
+    engine.run()
+    assert engine.answers["a"].rows.shape == (0, 3, 4)
+    assert engine.answers["a"].rows.dtype == np.int16
+
+
+def test_a_request_that_wants_no_rows_gets_none_and_its_neighbour_does(
+    make: MakeEngine,
+):
+    engine = make(32)
+    engine.add("without", PROMPT, return_routed_experts=False, stop=["x"])
+    engine.add("with", PROMPT, return_routed_experts=True)
+    engine.run()
+    assert engine.answers["without"].rows is None
+    assert len(engine.answers["without"].token_ids) == 8
+    engine.assert_rows("with")
+
+
+def test_a_prompt_of_a_request_that_wanted_no_rows_is_a_hit_with_rows(make: MakeEngine):
+    engine = make(32)
+    engine.add("without", PROMPT, return_routed_experts=False)
+    engine.run()
+    engine.add("with", PROMPT)
+    engine.run()
+    assert num_hits(engine, "with") == 8
+    engine.assert_rows("with")
+
+
+# Prefix cache.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("shared", "hits"), [(3, 0), (4, 4), (7, 4), (8, 8), (11, 8), (12, 8), (13, 12)]
+)
+def test_a_prefix_hit_returns_the_rows_of_the_pass_that_filled_the_block(
+    make: MakeEngine, is_async: bool, shared: int, hits: int
+):
+    engine = make(32, is_async=is_async)
+    prompt = list(range(10, 10 + shared))
+    engine.add("first", prompt, max_tokens=5)
+    engine.run()
+    tail = [] if shared in (11, 12, 13) else [900, 901]
+    engine.add("second", prompt + tail, max_tokens=5)
+    engine.run()
+    # A prompt that is cached to its last token computes its last block again.
+    assert num_hits(engine, "second") == hits
+    assert (engine.answers["second"].rows[:hits, 0, 3] == 1).all()
+    engine.assert_rows("second")
+
+
+def test_a_hit_on_generated_tokens_returns_their_rows(make: MakeEngine):
+    engine = make(32)
+    engine.add("turn 1", PROMPT, max_tokens=8)
+    engine.run()
+    so_far = PROMPT + engine.answers["turn 1"].token_ids
+    engine.add(
+        "turn 2", [*so_far, 900, 901], routed_experts_prompt_start=len(so_far) - 1
+    )
+    engine.run()
+    assert num_hits(engine, "turn 2") == 16
+    engine.assert_rows("turn 2", start=len(so_far) - 1)
+    # What the caller holds of turn 1's full blocks is what turn 2 would have returned.
+    np.testing.assert_array_equal(
+        engine.answers["turn 1"].rows[:16], engine.expected("turn 2")[:16]
+    )
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_hit_on_blocks_that_the_same_step_fills_returns_rows(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(64, is_async=is_async)
+    for i in range(4):
+        engine.add(f"r{i}", [*PROMPT, 900 + i], max_tokens=3)
+    engine.run()
+    assert [num_hits(engine, f"r{i}") for i in range(4)] == [0, 8, 8, 8]
+    assert chunks(engine, "r3")[0] == 4
+    for i in range(4):
+        engine.assert_rows(f"r{i}")
+
+
+def test_a_block_evicted_from_the_prefix_cache_is_computed_and_read_anew(
+    make: MakeEngine,
+):
+    engine = make(6)
+    engine.add("first", PROMPT, max_tokens=2)
+    engine.run()
+    engine.add("evicts", list(range(500, 522)), max_tokens=1)
+    engine.run()
+    engine.add("again", PROMPT, max_tokens=2)
+    engine.run()
+    assert num_hits(engine, "again") == 0
+    assert (engine.answers["again"].rows[:11, 0, 3] == engine.runner.step - 1).all()
+    engine.assert_rows("again")
+
+
+def test_after_a_reset_of_the_prefix_cache_rows_are_those_of_the_new_pass(
+    make: MakeEngine,
+):
+    engine = make(32)
+    engine.add("before", PROMPT, max_tokens=2)
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("after", PROMPT, max_tokens=2)
+    engine.run()
+    assert num_hits(engine, "after") == 0
+    assert (engine.answers["after"].rows[:, 0, 3] > 2).all()
+    engine.assert_rows("after")
+
+
+# Chunked prefill.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("budget", [16, 17, 18, 19, 20])
+def test_chunks_that_end_inside_and_at_the_edge_of_blocks_lose_no_row(
+    make: MakeEngine, is_async: bool, budget: int
+):
+    engine = make(64, is_async=is_async, max_num_batched_tokens=budget)
+    engine.add("a", list(range(10, 55)), max_tokens=4)
+    engine.add("b", list(range(110, 151)), max_tokens=4)
+    engine.run()
+    assert chunks(engine, "a")[:2] == [budget, budget]
+    assert len({count % BLOCK_SIZE for count in chunks(engine, "b")}) > 1
+    engine.assert_rows("a")
+    engine.assert_rows("b")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_many_requests_on_one_long_prefix_in_chunks_all_return_every_row(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(200, is_async=is_async, max_num_batched_tokens=23)
+    prefix = list(range(10, 55))
+    for i in range(32):
+        engine.add(f"r{i}", [*prefix[: 45 - i % 7], 900 + i], max_tokens=3)
+    engine.run()
+    assert sum(num_hits(engine, f"r{i}") > 0 for i in range(32)) > 20
+    for i in range(32):
+        engine.assert_rows(f"r{i}")
+
+
+# Preemption: the first pass wins.
+
+
+def run_under_pressure(engine: Engine, max_tokens: int = 20) -> None:
+    """Four requests that together need more blocks than there are."""
+    for i in range(4):
+        engine.add(f"r{i}", [40 + i] * (9 + i), max_tokens=max_tokens)
+    engine.run()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_rows_after_preemption_are_those_of_the_first_pass(
+    make: MakeEngine, is_async: bool, policy: str
+):
+    engine = make(17, is_async=is_async, policy=policy)
+    run_under_pressure(engine)
+    preempted = [f"r{i}" for i in range(4) if engine.num_preemptions(f"r{i}")]
+    assert preempted
+    for i in range(4):
+        engine.assert_rows(f"r{i}")
+    # It was computed again, in chunks that start anew.
+    for request_id in preempted:
+        assert sum(chunks(engine, request_id)) > len(engine.answers[request_id].rows)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_after_several_preemptions_are_those_of_the_first_pass(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(14, is_async=is_async)
+    run_under_pressure(engine, max_tokens=30)
+    assert max(engine.num_preemptions(f"r{i}") for i in range(4)) >= 2
+    for i in range(4):
+        engine.assert_rows(f"r{i}")
+
+
+def test_a_prompt_preempted_between_its_chunks_keeps_the_first_chunk_s_rows(
+    make: MakeEngine,
+):
+    engine = make(9, max_num_batched_tokens=16)
+    engine.add("grows", list(range(500, 511)), max_tokens=14)
+    engine.step()
+    engine.add("victim", list(range(10, 32)), max_tokens=2)
+    engine.run()
+    assert engine.num_preemptions("victim") == 1
+    # Three full blocks of the first chunk are still cached when it resumes.
+    assert chunks(engine, "victim")[:2] == [15, 22 - 12]
+    engine.assert_rows("grows")
+    engine.assert_rows("victim")
+
+
+def preempt_in_flight(engine: Engine, request_id: str) -> SchedulerOutput:
+    """Launch steps until one preempts a request whose last step is not collected yet."""
+    for _ in range(60):
+        before = engine.in_flight[-1][0] if engine.in_flight else None
+        launched = engine.launch()
+        if request_id in launched.preempted_req_ids:
+            assert before is not None and request_id in before.num_scheduled_tokens
+            return launched
+        if len(engine.in_flight) > 1:
+            engine.collect()
+    raise AssertionError(f"{request_id} was never preempted")
+
+
+def test_a_row_in_flight_at_the_preemption_is_that_of_the_first_pass(make: MakeEngine):
+    engine = make(8, is_async=True)
+    engine.add("grows", [1] * 9, max_tokens=20)
+    engine.add("victim", [2] * 9, max_tokens=8)
+    preempt_in_flight(engine, "victim")
+    in_flight = engine.runner.step - 1
+    engine.run()
+    engine.assert_rows("victim")
+    # The row that was on its way when the blocks went to the other request.
+    assert in_flight in engine.answers["victim"].rows[:, 0, 3]
+
+
+def test_the_blocks_lost_in_flight_hold_their_new_owner_s_rows(make: MakeEngine):
+    engine = make(8, is_async=True)
+    engine.add("grows", [1] * 9, max_tokens=20)
+    engine.add("victim", [2] * 9, max_tokens=8)
+    preempt_in_flight(engine, "victim")
+    victim_blocks = set(engine.runner.blocks["victim"])
+    assert victim_blocks & set(engine.runner.blocks["grows"])
+    engine.run()
+    engine.assert_rows("grows")
+
+
+def test_a_request_that_finishes_in_flight_after_its_preemption_returns_rows(
+    make: MakeEngine,
+):
+    engine = make(6, is_async=True)
+    engine.add("grows", [1] * 12, max_tokens=9)
+    engine.add("victim", [2] * 9, max_tokens=1)
+    preempt_in_flight(engine, "victim")
+    engine.drain()
+    assert engine.answers["victim"].finish_reason == "length"
+    engine.assert_rows("victim")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_rows_of_a_hit_that_the_lost_step_itself_filled_are_those_of_the_first_pass(
+    make: MakeEngine, max_tokens: int
+):
+    # "hits" shares the blocks that "fills" computes in the same step. In the next step the
+    # six others cross a block's edge: both lose their blocks, which get a new owner at once.
+    engine = make(10, is_async=True)
+    for i in range(6):
+        engine.add(f"r{i}", [30 + i, 1, 2], max_tokens=12)
+    engine.step()
+    engine.add("fills", PROMPT[:8], max_tokens=4)
+    engine.add("hits", [*PROMPT[:8], 900], max_tokens=max_tokens)
+    engine.step()
+    assert num_hits(engine, "hits") == 8
+    lost = set(engine.runner.blocks["fills"])
+    engine.step()
+    assert {"fills", "hits"} <= engine.steps[-1].preempted_req_ids
+    assert lost <= {b for i in range(6) for b in engine.runner.blocks[f"r{i}"]}
+    engine.run()
+    engine.assert_rows("fills")
+    engine.assert_rows("hits")
+
+
+def test_a_block_got_in_the_schedule_that_preempts_brings_no_row_of_its_former_owner(
+    make: MakeEngine,
+):
+    engine = make(14, is_async=True, policy="priority")
+    engine.scheduler.scheduler_config.long_prefill_token_threshold = 16
+    engine.scheduler.scheduler_reserve_full_isl = False
+    engine.add("victim", list(range(10, 50)), max_tokens=2, priority=9)
+    engine.step()
+    engine.add("urgent", [4] * 32, max_tokens=2, priority=0)
+    engine.add("gone", [3] * 5, max_tokens=9, priority=9)
+    engine.launch()
+    assert engine.steps[-1].num_scheduled_tokens == {
+        "victim": 16,
+        "urgent": 16,
+        "gone": 5,
+    }
+    engine.collect()
+    # All 14 blocks are taken. "gone" goes while step 2 is in flight, and "victim" gets its
+    # two blocks for a last chunk in step 3, whose schedule gives them to "urgent".
+    engine.abort(["gone"])
+    got: list[int] = []
+    preempt_request = engine.scheduler._preempt_request
+
+    def spy(request, timestamp):
+        manager = engine.scheduler.kv_cache_manager
+        got.extend(manager.get_block_ids(request.request_id)[0])
+        preempt_request(request, timestamp)
+
+    engine.scheduler._preempt_request = spy
+    engine.launch()
+    assert engine.steps[-1].preempted_req_ids == {"victim"}
+    assert len(got) == 10 and set(got[8:]) == set(engine.runner.blocks["gone"])
+    engine.run()
+    engine.assert_rows("victim")
+    engine.assert_rows("urgent")
+
+
+def test_nothing_is_kept_beside_the_table_once_requests_are_done(make: MakeEngine):
+    engine = make(14, is_async=True)
+    for i in range(4):
+        engine.add(
+            f"r{i}", [40 + i] * 9, max_tokens=20, stop=["never"] if i % 2 else None
+        )
+    engine.run()
+    assert any(engine.num_preemptions(f"r{i}") for i in range(4))
+    manager = engine.scheduler.routed_experts_manager
+    assert (manager._saved, manager._preempted, manager._num_sent) == ({}, {}, {})
+
+
+# Speculative decoding.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+def test_rejected_drafts_leave_nothing(
+    make: MakeEngine, is_async: bool, num_right: int
+):
+    engine = make(64, is_async=is_async, num_drafts=3)
+    engine.runner.num_accepted = lambda request_id, step: num_right
+    engine.add("a", PROMPT, max_tokens=17)
+    engine.add("b", PROMPT[:5], max_tokens=14)
+    engine.run()
+    assert any(step.scheduled_spec_decode_tokens for step in engine.steps)
+    if num_right < 3:
+        # Rejected drafts did reach the KV cache.
+        assert any(row[0, 0] == REJECTED for row in engine.runner.kv_cache.values())
+    for request_id in "ab":
+        engine.assert_rows(request_id)
+        assert REJECTED not in engine.answers[request_id].rows
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rejected_drafts_leave_nothing_when_each_step_accepts_another_number(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(64, is_async=is_async, num_drafts=3)
+    engine.runner.num_accepted = lambda request_id, step: (
+        (step * 7 + ord(request_id)) % 4
+    )
+    for i, request_id in enumerate("abcd"):
+        engine.add(request_id, [50 + i] * (3 + i), max_tokens=20)
+    engine.run()
+    for request_id in "abcd":
+        engine.assert_rows(request_id)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rejected_drafts_leave_nothing_after_preemption(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(17, is_async=is_async, num_drafts=3)
+    engine.runner.num_accepted = lambda request_id, step: (
+        (step * 7 + ord(request_id[1])) % 4
+    )
+    run_under_pressure(engine)
+    assert any(engine.num_preemptions(f"r{i}") for i in range(4))
+    for i in range(4):
+        engine.assert_rows(f"r{i}")
+
+
+def test_drafts_in_flight_at_the_preemption_are_kept_as_far_as_they_were_right(
+    make: MakeEngine,
+):
+    engine = make(9, is_async=True, num_drafts=3)
+    engine.runner.num_accepted = lambda request_id, step: 1
+    engine.add("grows", [1] * 9, max_tokens=20)
+    engine.add("victim", [2] * 9, max_tokens=12)
+    preempt_in_flight(engine, "victim")
+    in_flight = engine.runner.step - 1
+    engine.run()
+    engine.assert_rows("victim")
+    # The token itself and the one draft of three that was right.
+    assert (engine.answers["victim"].rows[:, 0, 3] == in_flight).sum() == 2
+
+
+def test_a_prefix_hit_after_rejected_drafts_returns_no_draft(make: MakeEngine):
+    engine = make(64, num_drafts=3)
+    engine.runner.num_accepted = lambda request_id, step: step % 2
+    engine.add("first", PROMPT, max_tokens=13)
+    engine.run()
+    engine.add(
+        "second", [*PROMPT, *engine.answers["first"].token_ids, 900], max_tokens=2
+    )
+    engine.run()
+    assert num_hits(engine, "second") > 11
+    engine.assert_rows("second")
+
+
+# Block re-use.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_long_run_on_few_blocks_never_shows_an_earlier_owner_s_row(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(12, is_async=is_async)
+    for i in range(60):
+        engine.add(
+            f"r{i}",
+            [(i * 37 + j) % 400 for j in range(1 + i % 13)],
+            max_tokens=1 + i % 7,
+        )
+    engine.run()
+    for i in range(60):
+        engine.assert_rows(f"r{i}")
+
+
+def test_rows_that_come_after_their_request_was_aborted_do_not_reach_the_next_owner(
+    make: MakeEngine,
+):
+    engine = make(3, is_async=True)
+    engine.add("gone", [1] * 9, max_tokens=8)
+    engine.launch()
+    engine.abort(["gone"])
+    engine.add("next", [2] * 9, max_tokens=2)
+    engine.launch()
+    assert set(engine.runner.blocks["next"]) & set(engine.runner.blocks["gone"])
+    engine.run()
+    assert engine.answers["gone"].rows is None
+    engine.assert_rows("next")
+
+
+# Forced reset of the prefix cache, as weight updates do it.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_forced_reset_in_a_drained_engine_loses_no_token_and_no_row(
+    make: MakeEngine, is_async: bool
+):
+    engine = make(64, is_async=is_async)
+    engine.add("a", PROMPT, max_tokens=8)
+    engine.add("b", PROMPT[:3], max_tokens=8)
+    for _ in range(3):
+        engine.step()
+    engine.drain()
+    held = engine.expected("a")
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    for request_id in "ab":
+        answer = engine.answers[request_id]
+        assert answer.prompt + answer.token_ids == engine.runner.tokens[request_id]
+        engine.assert_rows(request_id)
+    # First pass: what the caller holds was chosen by the weights before the reset.
+    np.testing.assert_array_equal(engine.answers["a"].rows[: len(held)], held)
+
+
+def forget_step_in_flight(engine: Engine, request_id: str) -> None:
+    """Its tokens are thrown away, so another pass leads to what the caller holds."""
+    first_pass = engine.runner.first_pass[request_id]
+    for position in [
+        p for p, row in first_pass.items() if row[0, 3] == engine.runner.step
+    ]:
+        del first_pass[position]
+
+
+def test_a_forced_reset_with_a_step_in_flight_returns_rows_of_the_tokens_returned(
+    make: MakeEngine,
+):
+    engine = make(64, is_async=True)
+    engine.add("a", PROMPT, max_tokens=8)
+    for _ in range(3):
+        engine.step()
+    assert len(engine.in_flight) == 1
+    forget_step_in_flight(engine, "a")
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert len(engine.answers["a"].token_ids) == 8
+    engine.assert_rows("a")
+
+
+def test_a_forced_reset_between_the_chunks_of_a_prompt_loses_no_token_and_no_row(
+    make: MakeEngine,
+):
+    engine = make(64, is_async=True, max_num_batched_tokens=16)
+    engine.add("a", list(range(10, 55)), max_tokens=4)
+    engine.step()
+    engine.step()
+    assert chunks(engine, "a") == [16, 16]
+    forget_step_in_flight(engine, "a")
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    answer = engine.answers["a"]
+    assert answer.prompt + answer.token_ids == engine.runner.tokens["a"]
+    engine.assert_rows("a")
+
+
+def test_a_forced_reset_with_drafts_in_flight_returns_rows_of_the_tokens_returned(
+    make: MakeEngine,
+):
+    engine = make(64, is_async=True, num_drafts=3)
+    engine.runner.num_accepted = lambda request_id, step: step % 3
+    engine.add("a", PROMPT, max_tokens=14)
+    for _ in range(4):
+        engine.step()
+    assert engine.in_flight[-1][0].scheduled_spec_decode_tokens
+    forget_step_in_flight(engine, "a")
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    engine.assert_rows("a")
+
+
+# Aborts that are answered.
+
+
+def take_rows_of(
+    engine: Engine, *request_ids: str
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    scheduler = engine.scheduler
+    requests = [scheduler.requests[request_id] for request_id in request_ids]
+    return scheduler.routed_experts_manager.take_rows_of(requests)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_steps", [2, 3, 6])
+def test_an_aborted_request_has_rows_for_the_tokens_it_has_returned(
+    make: MakeEngine, is_async: bool, num_steps: int
+):
+    engine = make(32, is_async=is_async)
+    engine.add("a", PROMPT, max_tokens=50)
+    for _ in range(num_steps):
+        engine.step()
+    rows = take_rows_of(engine, "a")[0]["a"]
+    engine.abort(["a"])
+    num_tokens = len(engine.answers["a"].token_ids)
+    assert num_tokens == num_steps - is_async
+    assert len(rows) == 11 + num_tokens - 1
+    np.testing.assert_array_equal(rows, engine.expected("a"))
+    engine.run()
+
+
+def test_a_request_aborted_before_its_first_token_has_no_rows(make: MakeEngine):
+    engine = make(32, is_async=True, max_num_batched_tokens=16)
+    engine.add("a", list(range(10, 55)), max_tokens=50)
+    engine.add("waiting", PROMPT)
+    engine.step()
+    engine.step()
+    assert take_rows_of(engine, "a", "waiting") == ({}, {})
+
+
+def test_a_request_aborted_while_it_is_preempted_has_its_rows(make: MakeEngine):
+    engine = make(8, is_async=True)
+    engine.add("grows", [1] * 9, max_tokens=20)
+    engine.add("victim", [2] * 9, max_tokens=20)
+    preempt_in_flight(engine, "victim")
+    engine.collect()
+    assert engine.scheduler.requests["victim"].num_computed_tokens == 0
+    rows = take_rows_of(engine, "victim")[0]["victim"]
+    assert len(rows) == 9 + len(engine.answers["victim"].token_ids) - 1
+    np.testing.assert_array_equal(rows, engine.expected("victim"))
+
+
+def test_an_aborted_request_with_a_stop_string_has_the_rows_not_sent_yet(
+    make: MakeEngine,
+):
+    engine = make(32, is_async=True)
+    engine.add("a", PROMPT, max_tokens=50, stop=["never"])
+    for _ in range(5):
+        engine.step()
+    rows = take_rows_of(engine, "a")[0]["a"]
+    assert rows.shape == (0, 3, 4)
+    engine.assert_rows("a")
+
+
+def test_an_aborted_request_that_wants_no_rows_has_none(make: MakeEngine):
+    engine = make(32)
+    engine.add("a", PROMPT, max_tokens=50, return_routed_experts=False)
+    engine.step()
+    engine.step()
+    assert take_rows_of(engine, "a") == ({}, {})
+
+
+# Stop strings: the front end may end the request, so it gets rows as they come.
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("start", [0, 6, 11])
+def test_deltas_of_a_request_with_a_stop_string_add_up_to_its_rows(
+    make: MakeEngine, is_async: bool, start: int
+):
+    engine = make(32, is_async=is_async)
+    params = {"stop": ["never"], "routed_experts_prompt_start": start}
+    engine.add("a", PROMPT, max_tokens=6, **params)
+    engine.run()
+    assert [len(delta) for delta in engine.answers["a"].deltas] == [
+        11 - start,
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
+    engine.assert_rows("a", start)
+
+
+def test_after_each_delta_there_is_a_row_for_each_token_but_the_last(make: MakeEngine):
+    engine = make(32, num_drafts=3)
+    engine.runner.num_accepted = lambda request_id, step: step % 4
+    engine.add("a", PROMPT, max_tokens=20, stop=["never"])
+    answer = engine.answers["a"]
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+        assert len(answer.rows) == 11 + len(answer.token_ids) - 1
+    assert max(len(delta) for delta in answer.deltas[1:]) > 1
+    engine.assert_rows("a")
+
+
+def test_deltas_across_a_preemption_repeat_and_lose_nothing(make: MakeEngine):
+    engine = make(14, is_async=True)
+    for i in range(4):
+        engine.add(f"r{i}", [40 + i] * 9, max_tokens=20, stop=["never"])
+    engine.run()
+    assert any(engine.num_preemptions(f"r{i}") for i in range(4))
+    for i in range(4):
+        assert len(engine.answers[f"r{i}"].deltas) == 20
+        engine.assert_rows(f"r{i}")
+
+
+# A row that is missing.
+
+
+def test_a_missing_row_fails_its_request_alone_and_says_which_row(make: MakeEngine):
+    engine = make(32)
+    engine.runner.loses = lambda request_id, position, step: (
+        (request_id, position) == ("a", 7)
+    )
+    engine.add("a", PROMPT, max_tokens=3)
+    engine.add("b", PROMPT[1:], max_tokens=3)
+    engine.run()
+    answer = engine.answers["a"]
+    assert answer.finish_reason == "error"
+    assert answer.error == (
+        "request a: expected routed experts of tokens [0, 13), token 7 has none "
+        "(prompt 11, generated 3)"
+    )
+    assert answer.rows is None
+    assert not engine.scheduler.requests
+    engine.assert_rows("b")
+
+
+def test_a_missing_row_ends_a_request_with_a_stop_string_at_once(make: MakeEngine):
+    engine = make(32, is_async=True)
+    engine.runner.loses = lambda request_id, position, step: position == 12
+    engine.add("a", PROMPT, max_tokens=30, stop=["never"])
+    engine.run()
+    answer = engine.answers["a"]
+    assert answer.finish_reason == "error"
+    assert answer.error == (
+        "request a: expected routed experts of tokens [12, 13), token 12 has none "
+        "(prompt 11, generated 3)"
+    )
+    assert not engine.scheduler.requests
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 32
+
+
+def test_a_hit_on_a_block_with_a_missing_row_fails_rather_than_returns_it(
+    make: MakeEngine,
+):
+    engine = make(32)
+    engine.runner.loses = lambda request_id, position, step: (
+        (request_id, position) == ("a", 2)
+    )
+    engine.add("a", PROMPT, max_tokens=2)
+    engine.run()
+    engine.add("b", PROMPT, max_tokens=2)
+    engine.run()
+    assert num_hits(engine, "b") == 8
+    assert re.search(r"token 2 has none", engine.answers["b"].error)
+
+
+def test_steps_without_rows_fail_requests_instead_of_returning_zeros(make: MakeEngine):
+    engine = make(32)
+    execute = engine.runner.execute
+
+    def execute_without_rows(scheduled: SchedulerOutput):
+        output = execute(scheduled)
+        output.routed_experts = None
+        return output
+
+    engine.runner.execute = execute_without_rows
+    engine.add("a", PROMPT, max_tokens=2)
+    engine.run()
+    assert engine.answers["a"].finish_reason == "error"
+    assert "token 0 has none" in engine.answers["a"].error
+
+
+def test_a_missing_row_of_an_aborted_request_is_reported_beside_the_others_rows(
+    make: MakeEngine,
+):
+    engine = make(32)
+    engine.runner.loses = lambda request_id, position, step: (
+        (request_id, position) == ("a", 9)
+    )
+    engine.add("a", PROMPT, max_tokens=9)
+    engine.add("b", PROMPT[1:], max_tokens=9)
+    engine.step()
+    engine.step()
+    rows, errors = take_rows_of(engine, "a", "b")
+    np.testing.assert_array_equal(rows["b"], engine.expected("b"))
+    assert errors == {
+        "a": "request a: expected routed experts of tokens [0, 12), token 9 has none "
+        "(prompt 11, generated 2)"
+    }
+
+
+# Metrics.
+
+
+def take_stats(engine: Engine):
+    return engine.scheduler.routed_experts_manager.take_stats()
+
+
+def test_stats_count_rows_stored_and_returned_since_the_last_call(make: MakeEngine):
+    engine = make(32, log_stats=False)
+    engine.add("a", PROMPT, max_tokens=4)
+    engine.add("b", PROMPT[:2], max_tokens=4, return_routed_experts=False)
+    engine.run()
+    stats = take_stats(engine)
+    assert stats.num_rows_stored == (11 + 3) + (2 + 3)
+    assert stats.num_rows_returned == 11 + 3
+    assert stats.num_bytes_returned == (11 + 3) * 3 * 4 * 2
+    assert stats.num_invalid_reads == 0
+    assert stats.table_bytes == engine.table.nbytes
+    stats = take_stats(engine)
+    assert (stats.num_rows_stored, stats.num_rows_returned) == (0, 0)
+    assert stats.table_bytes == engine.table.nbytes
+
+
+def test_stats_count_each_request_that_a_missing_row_failed(make: MakeEngine):
+    engine = make(32, log_stats=False)
+    engine.runner.loses = lambda request_id, position, step: position == 1
+    engine.add("a", [1, 2, 3], max_tokens=2)
+    engine.add("b", [4, 5, 6], max_tokens=2)
+    engine.run()
+    assert take_stats(engine).num_invalid_reads == 2
+
+
+def test_stats_reach_the_scheduler_s_stats(make: MakeEngine):
+    engine = make(32)
+    engine.add("a", PROMPT, max_tokens=1)
+    scheduled, output = engine.scheduler.schedule(), None
+    output = engine.runner.execute(scheduled)
+    outputs = engine.scheduler.update_from_output(scheduled, output)
+    assert outputs[0].scheduler_stats.routed_experts_stats.num_rows_stored == 11
+
+
+# Which slots.
+
+
+def test_rows_of_a_hybrid_model_go_by_the_slots_of_its_full_attention_group(model: str):
+    sliding = SlidingWindowSpec(sliding_window=4, **ATTENTION)
+    groups = [
+        KVCacheGroupSpec(["sliding"], sliding),
+        KVCacheGroupSpec(["full"], FullAttentionSpec(**ATTENTION)),
+    ]
+    engine = make_engine(model, KVCacheConfig(41, [], groups), group=1)
+    for i in range(6):
+        engine.add(f"r{i}", [*range(10, 30), 40 + i], max_tokens=10)
+    engine.run()
+    # Blocks of both groups come from one pool, of which the table has every slot.
+    assert engine.table.shape[0] == 41 * BLOCK_SIZE
+    for i in range(6):
+        engine.assert_rows(f"r{i}")
+
+
+def test_a_model_without_full_attention_is_refused(model: str):
+    groups = [KVCacheGroupSpec(["a"], SlidingWindowSpec(sliding_window=4, **ATTENTION))]
+    message = (
+        "--enable-return-routed-experts: expected a KV-cache group of full attention, "
+        "found SlidingWindowSpec"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_engine(model, KVCacheConfig(9, [], groups))
+
+
+def test_without_the_flag_the_scheduler_keeps_nothing(make: MakeEngine):
+    engine = make(32)
+    engine.scheduler.routed_experts_manager = None
+    engine.scheduler.kv_cache_manager.block_pool.on_new_blocks = None
+    engine.add("a", PROMPT, max_tokens=2, stop=["never"])
+    engine.run()
+    assert engine.answers["a"].finish_reason == "length"
+    assert engine.answers["a"].rows is None
+    assert all(step.routed_experts_step == 0 for step in engine.steps)
+
+
+def test_the_table_raises_what_the_scheduler_catches():
+    table = RoutedExpertsTable(INFO, num_blocks=2, block_size=BLOCK_SIZE)
+    with pytest.raises(MissingRoutedExpertsError):
+        table.read([1], 0, 1)

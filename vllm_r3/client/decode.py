@@ -1,0 +1,170 @@
+"""Read routed experts out of a server's answer.
+
+Takes every form that `forms` lists and returns one integer array (rows, L, K) a choice, or raises
+RoutesError. Trainers import this module, so it needs numpy and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_r3.client.merge import Count, merge_segments
+from vllm_r3.client.npy import decode_segment
+from vllm_r3.client.servers import RawChoice, read_answer
+from vllm_r3.client.shape import UNKNOWN, RoutesError, RouteShape
+
+ABORTED = ("abort", "aborted", "cancelled")
+
+
+@dataclass(frozen=True)
+class ChoiceRoutes:
+    """The rows of one choice.
+
+    Attributes:
+        index: the choice's number.
+        rows: (S - 1 - start, L, K), uint8 or int16; None where an aborted request carries none.
+        count: prompt and generated tokens, and the start of the rows.
+        finish_reason: as the server says it.
+        versions: the weight version of each row, None where the server does not say.
+        token_ids: the generated tokens, None where the answer leaves them out.
+        note: what a caller should know, empty when all is well.
+    """
+
+    index: int
+    rows: np.ndarray | None
+    count: Count
+    finish_reason: str | None = None
+    versions: list[str] | None = None
+    token_ids: list[int] | None = None
+    note: str = ""
+
+
+def decode_answer(
+    answer: Any,
+    *,
+    num_prompt: int | Sequence[int] | None = None,
+    start: int | None = None,
+    shape: RouteShape = UNKNOWN,
+    request: str | None = None,
+) -> list[ChoiceRoutes]:
+    """Decode every choice of an answer.
+
+    Args:
+        answer: the parsed JSON body (or SGLang's list of bodies).
+        num_prompt: prompt tokens P, one number or one for each choice; default: what the answer
+            says.
+        start: the `routed_experts_prompt_start` of the request; default: what the answer says, else
+            0.
+        shape: what the caller knows of the model. SGLang's buffers need num_layers and top_k; stock
+            0.21's rows need moe_layers on a model with dense layers.
+        request: names the request in errors.
+
+    Raises:
+        RoutesError: rows are missing or do not fit the token count, the model or the encoding.
+    """
+    raw = read_answer(answer, request)
+    shape = shape.joined(RouteShape.from_meta(raw.meta), raw.request)
+    counts = _prompt_counts(num_prompt, len(raw.choices), raw.request)
+    return [
+        _decode_choice(choice, known, start, shape, raw.request)
+        for choice, known in zip(raw.choices, counts, strict=True)
+    ]
+
+
+def decode_choice(answer: Any, index: int = 0, **known: Any) -> ChoiceRoutes:
+    """Decode an answer and return the choice with this index; takes what `decode_answer` takes."""
+    for choice in decode_answer(answer, **known):
+        if choice.index == index:
+            return choice
+    raise RoutesError(f"{known.get('request') or 'answer'}: expected a choice {index}, got none")
+
+
+def _prompt_counts(
+    given: int | Sequence[int] | None, choices: int, request: str
+) -> list[int | None]:
+    if given is None or isinstance(given, (int, np.integer)):
+        return [given] * choices
+    if len(given) != choices:
+        raise RoutesError(
+            f"{request}: expected num_prompt for each of {choices} choices, got {len(given)}"
+        )
+    return list(given)
+
+
+def _decode_choice(
+    raw: RawChoice, num_prompt: int | None, start: int | None, shape: RouteShape, request: str
+) -> ChoiceRoutes:
+    where = f"request {request}, choice {raw.index}"
+    count = _count(raw, num_prompt, start, where)
+    if raw.prompt is None and raw.generated is None:
+        return _without_rows(raw, count, shape, where)
+    prompt = decode_segment(raw.prompt, f"{where}, prompt_routed_experts")
+    generated = decode_segment(raw.generated, f"{where}, routed_experts")
+    if raw.layout == "split":
+        expected = [count.prompt_rows, count.generated_rows]
+        rows = merge_segments([prompt, generated], expected, shape, count, where)
+    else:
+        rows = merge_segments([generated], [count.rows], shape, count, where)
+    return _result(raw, rows, count)
+
+
+def _count(raw: RawChoice, num_prompt: int | None, start: int | None, where: str) -> Count:
+    if start is not None and raw.start is not None and start != raw.start:
+        raise RoutesError(
+            f"{where}: expected rows from start {start}, the answer says start {raw.start}"
+        )
+    if num_prompt is not None and raw.num_prompt is not None and num_prompt != raw.num_prompt:
+        raise RoutesError(
+            f"{where}: expected {num_prompt} prompt tokens, the answer says {raw.num_prompt}"
+        )
+    known = raw.num_prompt if num_prompt is None else num_prompt
+    if known is None:
+        raise RoutesError(f"{where}: the answer does not say its prompt tokens: give num_prompt")
+    if raw.num_generated is None:
+        raise RoutesError(
+            f"{where}: the answer does not say its tokens: ask with return_token_ids true"
+        )
+    first = start if start is not None else raw.start or 0
+    count = Count(int(known), int(raw.num_generated), int(first))
+    count.check(where)
+    return count
+
+
+def _without_rows(raw: RawChoice, count: Count, shape: RouteShape, where: str) -> ChoiceRoutes:
+    if count.rows == 0:
+        return _result(raw, np.zeros((0, shape.num_layers or 0, shape.top_k or 0), np.uint8), count)
+    if raw.finish_reason in ABORTED:
+        note = f"{where}: aborted after {count.num_generated} tokens, without rows"
+        return _result(raw, None, count, note)
+    raise RoutesError(
+        f"{where}: expected {count.rows} rows for {count.num_tokens} tokens from start "
+        f"{count.start}, got none: "
+        "start the server with --enable-return-routed-experts and leave return_routed_experts "
+        "unset or true"
+    )
+
+
+def _result(raw: RawChoice, rows: np.ndarray | None, count: Count, note: str = "") -> ChoiceRoutes:
+    versions = None if rows is None or raw.spans is None else row_versions(raw.spans, count)
+    return ChoiceRoutes(raw.index, rows, count, raw.finish_reason, versions, raw.token_ids, note)
+
+
+def row_versions(spans: list[tuple[str, int, int]], count: Count) -> list[str]:
+    """Say which weights computed each row.
+
+    Generated token j was sampled by the pass of token P + j - 1, so row i belongs to generated
+    token i - P + 1; rows of the prompt before that belong to the first span. An end of -1 means "to
+    the end".
+    """
+    generated = [spans[0][0]] * max(1, count.num_generated)
+    for version, first, end in spans:
+        stop = len(generated) if end < 0 else end
+        generated[first:stop] = [version] * (min(stop, len(generated)) - first)
+    return [
+        generated[max(0, row - count.num_prompt + 1)]
+        for row in range(count.start, count.start + count.rows)
+    ]

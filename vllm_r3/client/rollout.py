@@ -1,0 +1,206 @@
+"""Grow one rollout's rows over turns, aborts and resumes, up to the trainer's shape.
+
+    held tokens   t0 ... t(n-2) t(n-1)      the last one has no row yet
+    held rows     r0 ... r(n-2)
+    next request  start = n - 1             its first row is t(n-1)'s real one
+
+Rows are kept as the segments that came and joined once, at the end. It imports numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vllm_r3.client.decode import ChoiceRoutes, decode_choice
+from vllm_r3.client.shape import UNKNOWN, RoutesError, RouteShape
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one answer did: where it started, rows and tokens it brought, and a note."""
+
+    start: int
+    rows: int
+    generated: int
+    finish_reason: str | None
+    note: str = ""
+
+
+class RolloutRoutes:
+    """The routed experts of one rollout while it grows.
+
+    Send `routed_experts_prompt_start=rollout.next_start` with each request, then call `add_turn`.
+    When rows come again (a resume that starts earlier, or a server that ignores the start), the new
+    ones replace the old from there on, so no row is ever doubled.
+    """
+
+    def __init__(self, shape: RouteShape = UNKNOWN, name: str = "rollout") -> None:
+        self.shape = shape
+        self.name = name
+        self.tokens: list[int] = []
+        self.turns: list[Turn] = []
+        self._segments: list[np.ndarray] = []
+        self._versions: list[str | None] = []
+
+    @property
+    def num_rows(self) -> int:
+        """Rows held, for tokens [0, num_rows)."""
+        return sum(len(segment) for segment in self._segments)
+
+    @property
+    def next_start(self) -> int:
+        """What to send as `routed_experts_prompt_start` with the next request."""
+        return self.num_rows
+
+    @property
+    def versions(self) -> list[str | None]:
+        """The weight version of each held row, None where the server did not say."""
+        return list(self._versions)
+
+    @property
+    def missing_rows(self) -> int:
+        """Rows that the held tokens still need; more than 0 after an abort without rows."""
+        return max(0, len(self.tokens) - 1) - self.num_rows
+
+    def add_turn(
+        self, prompt: Sequence[int], answer: Any, *, start: int | None = None, choice: int = 0
+    ) -> Turn:
+        """Take one answer in.
+
+        Args:
+            prompt: the token ids that were sent.
+            answer: the parsed body; its choice must carry `token_ids` (ask with return_token_ids).
+            start: the `routed_experts_prompt_start` that was sent; default: what the answer says.
+            choice: which choice to follow.
+
+        Raises:
+            RoutesError: the rows leave a gap, belong to other tokens, or do not fit.
+        """
+        prompt = [int(token) for token in prompt]
+        routes = decode_choice(
+            answer, choice, num_prompt=len(prompt), start=start, shape=self.shape, request=self.name
+        )
+        if routes.token_ids is None:
+            raise RoutesError(
+                f"{self.name}: expected token_ids in choice {choice}, got none: ask with "
+                "return_token_ids true"
+            )
+        self._check_prefix(prompt, routes.count.start)
+        if routes.rows is not None:
+            self.put(routes.rows, start=routes.count.start, versions=routes.versions)
+        else:
+            self._cut_rows(min(self.num_rows, self._common(prompt), max(0, len(prompt) - 1)))
+        self.tokens = prompt + list(routes.token_ids)
+        return self._noted(routes)
+
+    def put(
+        self, rows: np.ndarray, *, start: int, versions: Sequence[str | None] | None = None
+    ) -> None:
+        """Put rows of tokens [start, start + len(rows)) in, replacing held rows from `start` on.
+
+        Raises:
+            RoutesError: `start` lies past the held rows, or the rows have other sides than those
+                held.
+        """
+        held = self.num_rows
+        if not 0 <= start <= held:
+            raise RoutesError(
+                f"{self.name}: {held} rows are held, so the next ones must start in [0, {held}], "
+                f"got {start}: "
+                f"send routed_experts_prompt_start={held}"
+            )
+        if versions is not None and len(versions) != len(rows):
+            raise RoutesError(f"{self.name}: expected {len(rows)} versions, got {len(versions)}")
+        if len(rows):
+            self._learn_sides(rows)
+        self._cut_rows(start)
+        if len(rows):
+            self._segments.append(rows)
+            self._versions.extend(versions if versions is not None else [None] * len(rows))
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop everything after the first `num_tokens` tokens (a cut response)."""
+        if not 0 <= num_tokens <= len(self.tokens):
+            raise RoutesError(
+                f"{self.name}: expected to keep [0, {len(self.tokens)}] tokens, got {num_tokens}"
+            )
+        self.tokens = self.tokens[:num_tokens]
+        self._cut_rows(min(self.num_rows, max(0, num_tokens - 1)))
+
+    def finish(self, tokens: Sequence[int] | None = None) -> np.ndarray:
+        """Return the rows as one array (len(tokens) - 1, L, K).
+
+        Args:
+            tokens: the trainer's own token ids, held against those of the rollout; default: the
+                rollout's.
+
+        Raises:
+            RoutesError: tokens differ, or rows are missing.
+        """
+        if tokens is not None and [int(token) for token in tokens] != self.tokens:
+            raise RoutesError(
+                f"{self.name}: expected the rollout's {len(self.tokens)} tokens, got {len(tokens)} "
+                f"that differ from position {self._common(tokens)}"
+            )
+        if self.missing_rows != 0:
+            raise RoutesError(
+                f"{self.name}: expected {max(0, len(self.tokens) - 1)} rows for "
+                f"{len(self.tokens)} tokens, got "
+                f"{self.num_rows}{self._last_note()}: resume from start {self.next_start}, or "
+                "truncate"
+            )
+        return self._whole()
+
+    def _whole(self) -> np.ndarray:
+        if not self._segments:
+            return np.zeros((0, self.shape.num_layers or 0, self.shape.top_k or 0), np.uint8)
+        if len(self._segments) > 1:
+            self._segments = [np.concatenate(self._segments)]
+        return self._segments[0]
+
+    def _last_note(self) -> str:
+        note = self.turns[-1].note if self.turns else ""
+        return f" ({note})" if note else ""
+
+    def _noted(self, routes: ChoiceRoutes) -> Turn:
+        rows = 0 if routes.rows is None else len(routes.rows)
+        turn = Turn(
+            routes.count.start, rows, routes.count.num_generated, routes.finish_reason, routes.note
+        )
+        self.turns.append(turn)
+        return turn
+
+    def _common(self, tokens: Sequence[int]) -> int:
+        pairs = zip(self.tokens, tokens, strict=False)
+        return next(
+            (at for at, (mine, other) in enumerate(pairs) if mine != other),
+            min(len(self.tokens), len(tokens)),
+        )
+
+    def _check_prefix(self, prompt: list[int], start: int) -> None:
+        """Rows before `start` stay only if they are rows of the same tokens."""
+        common = self._common(prompt)
+        if common < min(start, len(self.tokens)):
+            raise RoutesError(
+                f"{self.name}: the prompt differs from the held tokens at position {common}, "
+                f"before start {start}: "
+                f"send routed_experts_prompt_start={common}"
+            )
+
+    def _learn_sides(self, rows: np.ndarray) -> None:
+        found = RouteShape(num_layers=rows.shape[1], top_k=rows.shape[2])
+        self.shape = self.shape.joined(found, self.name)
+
+    def _cut_rows(self, keep: int) -> None:
+        kept: list[np.ndarray] = []
+        for segment in self._segments:
+            room = keep - sum(len(part) for part in kept)
+            if room <= 0:
+                break
+            kept.append(segment[:room])
+        self._segments = kept
+        self._versions = self._versions[:keep]

@@ -1,0 +1,195 @@
+"""Find the rows in an answer, whichever server sent it.
+
+| server | where the rows are |
+|---|---|
+| this project, `split` | `prompt_routed_experts` (top or choice), `choices[].routed_experts` |
+| this project, `full`, and vLLM 0.22 to 0.33 | `choices[].routed_experts`, base64 npy |
+| stock vLLM 0.21, OpenAI endpoints only | as `split`, nested lists over MoE layers only |
+| SGLang `/generate` | `meta_info.routed_experts`, base64 int32 without a header |
+| SGLang OpenAI endpoints | `sglext.routed_experts` (once `sgl_ext`), the first choice's only |
+
+This module only looks things up; `decode` does the arithmetic. It imports nothing but the standard
+library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_r3.client.fields import RoutesError, integer, integers, mapping, objects, text
+
+
+@dataclass(frozen=True)
+class RawChoice:
+    """One choice of an answer, undecoded.
+
+    Attributes:
+        prompt: the prompt's field, None where the sender has no such part.
+        generated: the choice's field.
+        layout: `split`, `full`, or None where only the row count can tell.
+        spans: (version, first, end) over generated tokens, as the server labels its weights.
+    """
+
+    index: int
+    prompt: Any = None
+    generated: Any = None
+    layout: str | None = None
+    start: int | None = None
+    num_prompt: int | None = None
+    num_generated: int | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    spans: list[tuple[str, int, int]] | None = None
+
+
+@dataclass(frozen=True)
+class RawAnswer:
+    """An answer's choices with what the server says of the model."""
+
+    request: str
+    choices: list[RawChoice] = field(default_factory=list)
+    meta: Mapping[str, Any] | None = None
+
+
+def read_answer(answer: Any, request: str | None = None) -> RawAnswer:
+    """Look up rows, token counts and finish reasons of every choice.
+
+    Args:
+        answer: the parsed JSON body of a server, or SGLang's list of bodies for n > 1.
+        request: names the request in errors; default: the id that the answer carries.
+
+    Raises:
+        RoutesError: the body is an error answer or no answer at all.
+    """
+    if isinstance(answer, list):
+        return _read_sglang(answer, request)
+    name = request or "answer"
+    if not isinstance(answer, Mapping):
+        raise RoutesError(f"{name}: expected a JSON object, got {type(answer).__name__}")
+    if "meta_info" in answer:
+        return _read_sglang([answer], request)
+    name = request or text(answer, "request_id", name) or text(answer, "id", name) or name
+    choices = objects(answer, "choices", name)
+    if not choices:
+        raise RoutesError(f"{name}: expected an answer with choices, got {_problem(answer)}")
+    meta = mapping(answer, "routed_experts_meta", name) or None
+    read = [_vllm_choice(answer, meta or {}, choice, len(choices), name) for choice in choices]
+    return RawAnswer(name, read, meta)
+
+
+def _problem(answer: Mapping[str, Any]) -> str:
+    error = answer.get("error")
+    message = error.get("message") if isinstance(error, Mapping) else error or answer.get("message")
+    return f"the error {message!r}" if message else f"the fields {sorted(answer)}"
+
+
+def _vllm_choice(
+    answer: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    choice: Mapping[str, Any],
+    num_choices: int,
+    name: str,
+) -> RawChoice:
+    index = integer(choice, "index", name) or 0
+    where = f"request {name}, choice {index}"
+    prompt = choice.get("prompt_routed_experts")
+    prompt = answer.get("prompt_routed_experts") if prompt is None else prompt
+    generated = choice.get("routed_experts")
+    layout = text(meta, "layout", where) or ("split" if prompt is not None else None)
+    if prompt is None and generated is None:
+        generated = _sglang_extension(answer, choice, index, where)
+        layout = layout if generated is None else "full"
+    num_prompt, num_generated = _token_counts(answer, choice, num_choices, where)
+    return RawChoice(
+        index=index,
+        prompt=prompt,
+        generated=generated,
+        layout=layout,
+        start=integer(meta, "start", where),
+        num_prompt=num_prompt,
+        num_generated=num_generated,
+        token_ids=integers(choice, "token_ids", where),
+        finish_reason=_reason(choice.get("finish_reason")),
+        spans=_spans(choice, answer, where),
+    )
+
+
+def _token_counts(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], num_choices: int, where: str
+) -> tuple[int | None, int | None]:
+    """P and G as the answer says them; its usage counts only where there is one choice."""
+    prompt = integers(choice, "prompt_token_ids", where) or integers(
+        answer, "prompt_token_ids", where
+    )
+    generated = integers(choice, "token_ids", where)
+    usage = mapping(answer, "usage", where) if num_choices == 1 else {}
+    num_prompt = len(prompt) if prompt else integer(usage, "prompt_tokens", where)
+    if generated is not None:
+        return num_prompt, len(generated)
+    return num_prompt, integer(usage, "completion_tokens", where)
+
+
+def _sglang_extension(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], index: int, where: str
+) -> Any:
+    for holder in (choice, answer):
+        for name in ("sglext", "sgl_ext"):
+            rows = mapping(holder, name, where).get("routed_experts")
+            if rows is not None and (holder is choice or index == 0):
+                return rows
+    return None
+
+
+def _read_sglang(bodies: list[Any], request: str | None) -> RawAnswer:
+    choices = []
+    for index, body in enumerate(bodies):
+        name = request or "answer"
+        if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
+            raise RoutesError(
+                f"{name}: expected meta_info in part {index}, got {type(body).__name__}"
+            )
+        request = request or text(body["meta_info"], "id", name)
+        choices.append(_sglang_choice(index, body, body["meta_info"], request or name))
+    if not choices:
+        raise RoutesError(f"{request or 'answer'}: expected at least one part, got an empty list")
+    return RawAnswer(request or "answer", choices)
+
+
+def _sglang_choice(
+    index: int, body: Mapping[str, Any], meta: Mapping[str, Any], name: str
+) -> RawChoice:
+    where = f"request {name}, choice {index}"
+    token_ids = integers(body, "output_ids", where)
+    counted = integer(meta, "completion_tokens", where)
+    return RawChoice(
+        index=index,
+        generated=meta.get("routed_experts"),
+        layout="full",
+        start=integer(meta, "routed_experts_start_len", where),
+        num_prompt=integer(meta, "prompt_tokens", where),
+        num_generated=len(token_ids) if token_ids is not None else counted,
+        token_ids=token_ids,
+        finish_reason=_reason(meta.get("finish_reason")),
+        spans=_spans(meta, meta, where),
+    )
+
+
+def _reason(value: Any) -> str | None:
+    value = value.get("type") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else None
+
+
+def _spans(
+    choice: Mapping[str, Any], answer: Mapping[str, Any], where: str
+) -> list[tuple[str, int, int]] | None:
+    """Weight versions: spans over generated tokens, or one for the whole answer."""
+    found = []
+    for span in objects(choice, "weight_versions", where):
+        first, end = integer(span, "start", where), integer(span, "end", where)
+        if first is None or end is None or "version" not in span:
+            raise RoutesError(f"{where}: expected weight_versions with version, start and end")
+        found.append((str(span["version"]), first, end))
+    single = answer.get("weight_version")
+    return found or (None if single is None else [(str(single), 0, -1)])
