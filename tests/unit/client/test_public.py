@@ -36,7 +36,13 @@ def imported(*modules: str) -> set[str]:
 
 def test_the_client_imports_nothing_heavier_than_numpy() -> None:
     modules = ("client", "adapters.slime", "adapters.batch", "adapters.megatron")
-    checks = ("checks.server", "checks.compare", "checks.inspect", "checks.rollout", "replay.replay")
+    checks = (
+        "checks.server",
+        "checks.compare",
+        "checks.inspect",
+        "checks.rollout",
+        "replay.replay",
+    )
     found = imported(*(f"vllm_r3.{name}" for name in modules + checks))
     assert "numpy" in found and not found & set(HEAVY)
 
