@@ -1,12 +1,12 @@
 """Routed experts for trainers: decode answers, merge segments, grow rollouts. Needs numpy only.
 
-fields, rules   typed JSON fields; dtype rule, what is known of a model, the error type
-npy             one field to an array: npy, headerless int32, lists (base64_numpy: without pybase64)
-forms           where each server puts what
-merge           segments to one array, counts and ids checked
-decode          an answer to the rows of its choices
-stream          chunks to an answer
-rollout         turns, aborts and resumes to the trainer's array
+shape     dtype rule, what is known of a model, typed JSON fields, the error type
+npy       one field to an array: npy, headerless int32, lists
+servers   where each server puts what
+merge     segments to one array, counts and ids checked
+decode    an answer to the rows of its choices
+stream    chunks to an answer
+rollout   turns, aborts and resumes to the trainer's array
 """
 
 from vllm_r3.client.decode import ChoiceRoutes, decode_answer, decode_choice

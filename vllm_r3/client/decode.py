@@ -1,6 +1,6 @@
 """Read routed experts out of a server's answer.
 
-Takes every form that `forms` lists and returns one integer array (rows, L, K) a choice, or raises
+Takes every form that `servers` lists and returns one integer array (rows, L, K) a choice, or raises
 RoutesError. Trainers import this module, so it needs numpy and nothing else.
 """
 
@@ -68,10 +68,17 @@ def decode_answer(
     """
     raw = read_answer(answer, request)
     shape = shape.joined(RouteShape.from_meta(raw.meta), raw.request)
-    counts = _prompt_counts(num_prompt, len(raw.choices), raw.request)
+    choices = raw.choices
+    if num_prompt is None or isinstance(num_prompt, (int, np.integer)):
+        num_prompt = [num_prompt] * len(choices)
+    if len(num_prompt) != len(choices):
+        raise RoutesError(
+            f"{raw.request}: expected num_prompt for each of {len(choices)} choices, got "
+            f"{len(num_prompt)}"
+        )
     return [
-        _decode_choice(choice, known, start, shape, raw.request)
-        for choice, known in zip(raw.choices, counts, strict=True)
+        _decode_choice(choice, known, start, shape, f"request {raw.request}, choice {choice.index}")
+        for choice, known in zip(choices, num_prompt, strict=True)
     ]
 
 
@@ -83,36 +90,38 @@ def decode_choice(answer: Any, index: int = 0, **known: Any) -> ChoiceRoutes:
     raise RoutesError(f"{known.get('request') or 'answer'}: expected a choice {index}, got none")
 
 
-def _prompt_counts(
-    given: int | Sequence[int] | None, choices: int, request: str
-) -> list[int | None]:
-    if given is None or isinstance(given, (int, np.integer)):
-        return [given] * choices
-    if len(given) != choices:
-        raise RoutesError(
-            f"{request}: expected num_prompt for each of {choices} choices, got {len(given)}"
-        )
-    return list(given)
-
-
 def _decode_choice(
-    raw: RawChoice, num_prompt: int | None, start: int | None, shape: RouteShape, request: str
+    raw: RawChoice, num_prompt: int | None, start: int | None, shape: RouteShape, where: str
 ) -> ChoiceRoutes:
-    where = f"request {request}, choice {raw.index}"
     count = _count(raw, num_prompt, start, where)
-    if raw.prompt is None and raw.generated is None:
-        return _without_rows(raw, count, shape, where)
-    prompt = decode_segment(raw.prompt, f"{where}, prompt_routed_experts")
-    generated = decode_segment(raw.generated, f"{where}, routed_experts")
-    if raw.layout == "split":
-        expected = [count.prompt_rows, count.generated_rows]
-        rows = merge_segments([prompt, generated], expected, shape, count, where)
+    rows, note = None, ""
+    if raw.prompt is not None or raw.generated is not None:
+        rows = _rows(raw, count, shape, where)
+    elif count.rows == 0:
+        rows = np.zeros((0, shape.num_layers or 0, shape.top_k or 0), np.uint8)
+    elif raw.finish_reason in ABORTED:
+        note = f"{where}: aborted after {count.num_generated} tokens, without rows"
     else:
-        rows = merge_segments([generated], [count.rows], shape, count, where)
-    return _result(raw, rows, count)
+        raise RoutesError(
+            f"{where}: expected {count.rows} rows for {count.num_tokens} tokens from start "
+            f"{count.start}, got none: start the server with --enable-return-routed-experts and "
+            "leave return_routed_experts unset or true"
+        )
+    versions = None if rows is None or raw.spans is None else row_versions(raw.spans, count)
+    return ChoiceRoutes(raw.index, rows, count, raw.finish_reason, versions, raw.token_ids, note)
+
+
+def _rows(raw: RawChoice, count: Count, shape: RouteShape, where: str) -> np.ndarray:
+    segments = [decode_segment(raw.generated, f"{where}, routed_experts")]
+    expected = [count.rows]
+    if raw.layout == "split":
+        segments.insert(0, decode_segment(raw.prompt, f"{where}, prompt_routed_experts"))
+        expected = [count.prompt_rows, count.generated_rows]
+    return merge_segments(segments, expected, shape, count, where)
 
 
 def _count(raw: RawChoice, num_prompt: int | None, start: int | None, where: str) -> Count:
+    """Join what the caller knows of the counts with what the answer says."""
     if start is not None and raw.start is not None and start != raw.start:
         raise RoutesError(
             f"{where}: expected rows from start {start}, the answer says start {raw.start}"
@@ -121,36 +130,17 @@ def _count(raw: RawChoice, num_prompt: int | None, start: int | None, where: str
         raise RoutesError(
             f"{where}: expected {num_prompt} prompt tokens, the answer says {raw.num_prompt}"
         )
-    known = raw.num_prompt if num_prompt is None else num_prompt
-    if known is None:
+    num_prompt = raw.num_prompt if num_prompt is None else num_prompt
+    if num_prompt is None:
         raise RoutesError(f"{where}: the answer does not say its prompt tokens: give num_prompt")
     if raw.num_generated is None:
         raise RoutesError(
             f"{where}: the answer does not say its tokens: ask with return_token_ids true"
         )
-    first = start if start is not None else raw.start or 0
-    count = Count(int(known), int(raw.num_generated), int(first))
+    start = raw.start or 0 if start is None else start
+    count = Count(int(num_prompt), raw.num_generated, int(start))
     count.check(where)
     return count
-
-
-def _without_rows(raw: RawChoice, count: Count, shape: RouteShape, where: str) -> ChoiceRoutes:
-    if count.rows == 0:
-        return _result(raw, np.zeros((0, shape.num_layers or 0, shape.top_k or 0), np.uint8), count)
-    if raw.finish_reason in ABORTED:
-        note = f"{where}: aborted after {count.num_generated} tokens, without rows"
-        return _result(raw, None, count, note)
-    raise RoutesError(
-        f"{where}: expected {count.rows} rows for {count.num_tokens} tokens from start "
-        f"{count.start}, got none: "
-        "start the server with --enable-return-routed-experts and leave return_routed_experts "
-        "unset or true"
-    )
-
-
-def _result(raw: RawChoice, rows: np.ndarray | None, count: Count, note: str = "") -> ChoiceRoutes:
-    versions = None if rows is None or raw.spans is None else row_versions(raw.spans, count)
-    return ChoiceRoutes(raw.index, rows, count, raw.finish_reason, versions, raw.token_ids, note)
 
 
 def row_versions(spans: list[tuple[str, int, int]], count: Count) -> list[str]:
@@ -162,8 +152,8 @@ def row_versions(spans: list[tuple[str, int, int]], count: Count) -> list[str]:
     """
     generated = [spans[0][0]] * max(1, count.num_generated)
     for version, first, end in spans:
-        stop = len(generated) if end < 0 else end
-        generated[first:stop] = [version] * (min(stop, len(generated)) - first)
+        for at in range(first, min(end, len(generated)) if end >= 0 else len(generated)):
+            generated[at] = version
     return [
         generated[max(0, row - count.num_prompt + 1)]
         for row in range(count.start, count.start + count.rows)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_r3.client.decode import ChoiceRoutes, decode_choice
+from vllm_r3.client.decode import decode_choice
 from vllm_r3.client.shape import UNKNOWN, RoutesError, RouteShape
 
 
@@ -89,13 +89,21 @@ class RolloutRoutes:
                 f"{self.name}: expected token_ids in choice {choice}, got none: ask with "
                 "return_token_ids true"
             )
-        self._check_prefix(prompt, routes.count.start)
+        start, common = routes.count.start, self._common(prompt)
+        if common < min(start, len(self.tokens)):  # rows before `start` would be of other tokens
+            raise RoutesError(
+                f"{self.name}: the prompt differs from the held tokens at position {common}, "
+                f"before start {start}: send routed_experts_prompt_start={common}"
+            )
         if routes.rows is not None:
-            self.put(routes.rows, start=routes.count.start, versions=routes.versions)
+            self.put(routes.rows, start=start, versions=routes.versions)
         else:
-            self._cut_rows(min(self.num_rows, self._common(prompt), max(0, len(prompt) - 1)))
+            self._cut_rows(min(self.num_rows, common, max(0, len(prompt) - 1)))
         self.tokens = prompt + list(routes.token_ids)
-        return self._noted(routes)
+        rows = 0 if routes.rows is None else len(routes.rows)
+        turn = Turn(start, rows, routes.count.num_generated, routes.finish_reason, routes.note)
+        self.turns.append(turn)
+        return turn
 
     def put(
         self, rows: np.ndarray, *, start: int, versions: Sequence[str | None] | None = None
@@ -103,20 +111,19 @@ class RolloutRoutes:
         """Put rows of tokens [start, start + len(rows)) in, replacing held rows from `start` on.
 
         Raises:
-            RoutesError: `start` lies past the held rows, or the rows have other sides than those
-                held.
+            RoutesError: `start` lies past the held rows, or the rows have other sides than those.
         """
         held = self.num_rows
         if not 0 <= start <= held:
             raise RoutesError(
                 f"{self.name}: {held} rows are held, so the next ones must start in [0, {held}], "
-                f"got {start}: "
-                f"send routed_experts_prompt_start={held}"
+                f"got {start}: send routed_experts_prompt_start={held}"
             )
         if versions is not None and len(versions) != len(rows):
             raise RoutesError(f"{self.name}: expected {len(rows)} versions, got {len(versions)}")
         if len(rows):
-            self._learn_sides(rows)
+            found = RouteShape(num_layers=rows.shape[1], top_k=rows.shape[2])
+            self.shape = self.shape.joined(found, self.name)
         self._cut_rows(start)
         if len(rows):
             self._segments.append(rows)
@@ -147,32 +154,17 @@ class RolloutRoutes:
                 f"that differ from position {self._common(tokens)}"
             )
         if self.missing_rows != 0:
+            note = f" ({self.turns[-1].note})" if self.turns and self.turns[-1].note else ""
             raise RoutesError(
                 f"{self.name}: expected {max(0, len(self.tokens) - 1)} rows for "
-                f"{len(self.tokens)} tokens, got "
-                f"{self.num_rows}{self._last_note()}: resume from start {self.next_start}, or "
-                "truncate"
+                f"{len(self.tokens)} tokens, got {self.num_rows}{note}: resume from start "
+                f"{self.next_start}, or truncate"
             )
-        return self._whole()
-
-    def _whole(self) -> np.ndarray:
         if not self._segments:
             return np.zeros((0, self.shape.num_layers or 0, self.shape.top_k or 0), np.uint8)
         if len(self._segments) > 1:
             self._segments = [np.concatenate(self._segments)]
         return self._segments[0]
-
-    def _last_note(self) -> str:
-        note = self.turns[-1].note if self.turns else ""
-        return f" ({note})" if note else ""
-
-    def _noted(self, routes: ChoiceRoutes) -> Turn:
-        rows = 0 if routes.rows is None else len(routes.rows)
-        turn = Turn(
-            routes.count.start, rows, routes.count.num_generated, routes.finish_reason, routes.note
-        )
-        self.turns.append(turn)
-        return turn
 
     def _common(self, tokens: Sequence[int]) -> int:
         pairs = zip(self.tokens, tokens, strict=False)
@@ -180,20 +172,6 @@ class RolloutRoutes:
             (at for at, (mine, other) in enumerate(pairs) if mine != other),
             min(len(self.tokens), len(tokens)),
         )
-
-    def _check_prefix(self, prompt: list[int], start: int) -> None:
-        """Rows before `start` stay only if they are rows of the same tokens."""
-        common = self._common(prompt)
-        if common < min(start, len(self.tokens)):
-            raise RoutesError(
-                f"{self.name}: the prompt differs from the held tokens at position {common}, "
-                f"before start {start}: "
-                f"send routed_experts_prompt_start={common}"
-            )
-
-    def _learn_sides(self, rows: np.ndarray) -> None:
-        found = RouteShape(num_layers=rows.shape[1], top_k=rows.shape[2])
-        self.shape = self.shape.joined(found, self.name)
 
     def _cut_rows(self, keep: int) -> None:
         kept: list[np.ndarray] = []

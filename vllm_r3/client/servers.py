@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_r3.client.fields import RoutesError, integer, integers, mapping, objects, text
+from vllm_r3.client.shape import INTEGER, INTEGERS, OBJECT, OBJECTS, STRING, RoutesError, take
+
+SGLANG_EXTENSIONS = ("sglext", "sgl_ext")
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class RawAnswer:
 
     request: str
     choices: list[RawChoice] = field(default_factory=list)
-    meta: Mapping[str, Any] | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_answer(answer: Any, request: str | None = None) -> RawAnswer:
@@ -70,13 +72,13 @@ def read_answer(answer: Any, request: str | None = None) -> RawAnswer:
         raise RoutesError(f"{name}: expected a JSON object, got {type(answer).__name__}")
     if "meta_info" in answer:
         return _read_sglang([answer], request)
-    name = request or text(answer, "request_id", name) or text(answer, "id", name) or name
-    choices = objects(answer, "choices", name)
+    name = request or take(answer, "request_id", STRING, name) or take(answer, "id", STRING, name)
+    name = name or "answer"
+    choices = take(answer, "choices", OBJECTS, name)
     if not choices:
         raise RoutesError(f"{name}: expected an answer with choices, got {_problem(answer)}")
-    meta = mapping(answer, "routed_experts_meta", name) or None
-    read = [_vllm_choice(answer, meta or {}, choice, len(choices), name) for choice in choices]
-    return RawAnswer(name, read, meta)
+    meta = take(answer, "routed_experts_meta", OBJECT, name) or {}
+    return RawAnswer(name, [_vllm_choice(answer, meta, part, name) for part in choices], meta)
 
 
 def _problem(answer: Mapping[str, Any]) -> str:
@@ -86,58 +88,48 @@ def _problem(answer: Mapping[str, Any]) -> str:
 
 
 def _vllm_choice(
-    answer: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    choice: Mapping[str, Any],
-    num_choices: int,
-    name: str,
+    answer: Mapping[str, Any], meta: Mapping[str, Any], choice: Mapping[str, Any], name: str
 ) -> RawChoice:
-    index = integer(choice, "index", name) or 0
+    index = take(choice, "index", INTEGER, name) or 0
     where = f"request {name}, choice {index}"
-    prompt = choice.get("prompt_routed_experts")
+    prompt, generated = choice.get("prompt_routed_experts"), choice.get("routed_experts")
     prompt = answer.get("prompt_routed_experts") if prompt is None else prompt
-    generated = choice.get("routed_experts")
-    layout = text(meta, "layout", where) or ("split" if prompt is not None else None)
+    layout = take(meta, "layout", STRING, where) or (None if prompt is None else "split")
     if prompt is None and generated is None:
         generated = _sglang_extension(answer, choice, index, where)
         layout = layout if generated is None else "full"
-    num_prompt, num_generated = _token_counts(answer, choice, num_choices, where)
+    sent = take(choice, "prompt_token_ids", INTEGERS, where)
+    sent = sent or take(answer, "prompt_token_ids", INTEGERS, where)
+    token_ids = take(choice, "token_ids", INTEGERS, where)
+    # usage sums over the choices
+    usage = take(answer, "usage", OBJECT, where) if len(answer["choices"]) == 1 else None
     return RawChoice(
         index=index,
         prompt=prompt,
         generated=generated,
         layout=layout,
-        start=integer(meta, "start", where),
-        num_prompt=num_prompt,
-        num_generated=num_generated,
-        token_ids=integers(choice, "token_ids", where),
-        finish_reason=_reason(choice.get("finish_reason")),
+        start=take(meta, "start", INTEGER, where),
+        num_prompt=len(sent) if sent else take(usage or {}, "prompt_tokens", INTEGER, where),
+        num_generated=_length(token_ids, usage or {}, where),
+        token_ids=token_ids,
+        finish_reason=_reason(choice),
         spans=_spans(choice, answer, where),
     )
 
 
-def _token_counts(
-    answer: Mapping[str, Any], choice: Mapping[str, Any], num_choices: int, where: str
-) -> tuple[int | None, int | None]:
-    """P and G as the answer says them; its usage counts only where there is one choice."""
-    prompt = integers(choice, "prompt_token_ids", where) or integers(
-        answer, "prompt_token_ids", where
-    )
-    generated = integers(choice, "token_ids", where)
-    usage = mapping(answer, "usage", where) if num_choices == 1 else {}
-    num_prompt = len(prompt) if prompt else integer(usage, "prompt_tokens", where)
-    if generated is not None:
-        return num_prompt, len(generated)
-    return num_prompt, integer(usage, "completion_tokens", where)
+def _length(token_ids: list[int] | None, counts: Mapping[str, Any], where: str) -> int | None:
+    if token_ids is not None:
+        return len(token_ids)
+    return take(counts, "completion_tokens", INTEGER, where)
 
 
 def _sglang_extension(
     answer: Mapping[str, Any], choice: Mapping[str, Any], index: int, where: str
 ) -> Any:
-    for holder in (choice, answer):
-        for name in ("sglext", "sgl_ext"):
-            rows = mapping(holder, name, where).get("routed_experts")
-            if rows is not None and (holder is choice or index == 0):
+    for holder in (choice, answer) if index == 0 else (choice,):
+        for name in SGLANG_EXTENSIONS:
+            rows = (take(holder, name, OBJECT, where) or {}).get("routed_experts")
+            if rows is not None:
                 return rows
     return None
 
@@ -147,10 +139,9 @@ def _read_sglang(bodies: list[Any], request: str | None) -> RawAnswer:
     for index, body in enumerate(bodies):
         name = request or "answer"
         if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
-            raise RoutesError(
-                f"{name}: expected meta_info in part {index}, got {type(body).__name__}"
-            )
-        request = request or text(body["meta_info"], "id", name)
+            found = type(body).__name__
+            raise RoutesError(f"{name}: expected meta_info in part {index}, got {found}")
+        request = request or take(body["meta_info"], "id", STRING, name)
         choices.append(_sglang_choice(index, body, body["meta_info"], request or name))
     if not choices:
         raise RoutesError(f"{request or 'answer'}: expected at least one part, got an empty list")
@@ -161,22 +152,22 @@ def _sglang_choice(
     index: int, body: Mapping[str, Any], meta: Mapping[str, Any], name: str
 ) -> RawChoice:
     where = f"request {name}, choice {index}"
-    token_ids = integers(body, "output_ids", where)
-    counted = integer(meta, "completion_tokens", where)
+    token_ids = take(body, "output_ids", INTEGERS, where)
     return RawChoice(
         index=index,
         generated=meta.get("routed_experts"),
         layout="full",
-        start=integer(meta, "routed_experts_start_len", where),
-        num_prompt=integer(meta, "prompt_tokens", where),
-        num_generated=len(token_ids) if token_ids is not None else counted,
+        start=take(meta, "routed_experts_start_len", INTEGER, where),
+        num_prompt=take(meta, "prompt_tokens", INTEGER, where),
+        num_generated=_length(token_ids, meta, where),
         token_ids=token_ids,
-        finish_reason=_reason(meta.get("finish_reason")),
+        finish_reason=_reason(meta),
         spans=_spans(meta, meta, where),
     )
 
 
-def _reason(value: Any) -> str | None:
+def _reason(holder: Mapping[str, Any]) -> str | None:
+    value = holder.get("finish_reason")
     value = value.get("type") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else None
 
@@ -186,8 +177,8 @@ def _spans(
 ) -> list[tuple[str, int, int]] | None:
     """Weight versions: spans over generated tokens, or one for the whole answer."""
     found = []
-    for span in objects(choice, "weight_versions", where):
-        first, end = integer(span, "start", where), integer(span, "end", where)
+    for span in take(choice, "weight_versions", OBJECTS, where) or []:
+        first, end = (take(span, name, INTEGER, where) for name in ("start", "end"))
         if first is None or end is None or "version" not in span:
             raise RoutesError(f"{where}: expected weight_versions with version, start and end")
         found.append((str(span["version"]), first, end))

@@ -1,23 +1,49 @@
 """What every row must obey, once for encoder, decoder and checks.
 
 A row is [L, K]: the expert ids of one token, one line per decoder layer. This module holds the
-dtype rule, the description of a model's routing (`RouteShape`) and the error type. It imports numpy
-only.
+dtype rule, the description of a model's routing (`RouteShape`), the reader of JSON fields, where
+anything may stand anywhere, and the error type. It imports numpy only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from vllm_r3.client.fields import RoutesError, integer, integers
+from vllm_r3.errors import R3Error
 
 UINT8_MAX_EXPERTS = 256
 MAX_EXPERTS = np.iinfo(np.int16).max + 1
-MAX_SIDE = 1 << 20
+
+INTEGER, INTEGERS = "an integer of 0 or more", "a list of integers"
+STRING, OBJECT, OBJECTS = "a string", "an object", "a list of objects"
+_FITS: dict[str, Callable[[Any], bool]] = {
+    INTEGER: lambda value: type(value) is int and value >= 0,
+    INTEGERS: lambda value: isinstance(value, list) and set(map(type, value)) <= {int},
+    STRING: lambda value: isinstance(value, str),
+    OBJECT: lambda value: isinstance(value, Mapping),
+    OBJECTS: lambda value: isinstance(value, list) and all(isinstance(v, Mapping) for v in value),
+}
+
+
+class RoutesError(R3Error):
+    """Rows that are missing, misshapen or impossible; says where, what was expected and found."""
+
+
+def take(holder: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
+    """Return a field of parsed JSON, None where it is missing or null.
+
+    Raises:
+        RoutesError: the value is of another kind.
+    """
+    value = holder.get(name)
+    if value is not None and not _FITS[kind](value):
+        raise RoutesError(f"{where}: expected {name} to be {kind}, got {reprlib.repr(value)}")
+    return value
 
 
 def dtype_for(num_experts: int) -> np.dtype:
@@ -25,6 +51,20 @@ def dtype_for(num_experts: int) -> np.dtype:
     if not 0 < num_experts <= MAX_EXPERTS:
         raise RoutesError(f"num_experts must be in [1, {MAX_EXPERTS}], got {num_experts}")
     return np.dtype(np.uint8 if num_experts <= UINT8_MAX_EXPERTS else np.int16)
+
+
+def check_ids(rows: np.ndarray, num_experts: int | None, where: str) -> None:
+    """Refuse ids outside [0, E), or what no int16 can hold where E is unknown."""
+    limit = MAX_EXPERTS if num_experts is None else num_experts
+    if rows.dtype == np.uint8 and limit >= UINT8_MAX_EXPERTS or not rows.size:
+        return
+    if int(rows.max()) < limit and int(rows.min()) >= 0:
+        return
+    row, layer, place = (int(n) for n in np.argwhere((rows < 0) | (rows >= limit))[0])
+    raise RoutesError(
+        f"{where}: expected expert ids in [0, {limit}), got {int(rows[row, layer, place])} "
+        f"at row {row}, layer {layer}"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,42 +86,31 @@ class RouteShape:
     def __post_init__(self) -> None:
         for name in ("num_layers", "top_k", "num_experts"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= MAX_SIDE:
-                raise RoutesError(f"{name} must be in [1, {MAX_SIDE}], got {value}")
-        if self.moe_layers is not None:
-            object.__setattr__(self, "moe_layers", tuple(int(layer) for layer in self.moe_layers))
-            if self.num_layers is not None and any(
-                not 0 <= n < self.num_layers for n in self.moe_layers
-            ):
-                raise RoutesError(
-                    f"moe_layers must lie in [0, {self.num_layers}), got {list(self.moe_layers)}"
-                )
+            if value is not None and not 0 < value <= MAX_EXPERTS:
+                raise RoutesError(f"{name} must be in [1, {MAX_EXPERTS}], got {value}")
+        if self.moe_layers is None:
+            return
+        object.__setattr__(self, "moe_layers", tuple(int(layer) for layer in self.moe_layers))
+        limit = self.num_layers
+        if limit is not None and any(not 0 <= layer < limit for layer in self.moe_layers):
+            raise RoutesError(f"moe_layers must lie in [0, {limit}), got {list(self.moe_layers)}")
 
     @classmethod
-    def from_meta(cls, meta: Mapping[str, Any] | None) -> RouteShape:
+    def from_meta(cls, meta: Mapping[str, Any]) -> RouteShape:
         """Read `routed_experts_meta` of an answer, or the body of `/routed_experts/info`."""
-        meta = meta or {}
-        moe_layers = integers(meta, "moe_layers", "routed_experts_meta")
-        return cls(
-            num_layers=integer(meta, "num_layers", "routed_experts_meta"),
-            top_k=integer(meta, "top_k", "routed_experts_meta"),
-            num_experts=integer(meta, "num_experts", "routed_experts_meta"),
-            moe_layers=None if moe_layers is None else tuple(moe_layers),
-        )
+        names = ("num_layers", "top_k", "num_experts")
+        counts = [take(meta, name, INTEGER, "routed_experts_meta") for name in names]
+        moe_layers = take(meta, "moe_layers", INTEGERS, "routed_experts_meta")
+        return cls(*counts, None if moe_layers is None else tuple(moe_layers))
 
     @classmethod
     def from_args(cls, args: Any) -> RouteShape:
         """Read a trainer's arguments, as Megatron, slime and vime name them."""
-        num_layers = getattr(args, "num_layers", None)
-        freq = getattr(args, "moe_layer_freq", None)
-        return cls(
-            num_layers=num_layers,
-            top_k=getattr(args, "moe_router_topk", None),
-            num_experts=getattr(args, "num_experts", None),
-            moe_layers=None
-            if freq is None or num_layers is None
-            else moe_layers_of(num_layers, freq),
-        )
+        names = ("num_layers", "moe_router_topk", "num_experts", "moe_layer_freq")
+        num_layers, top_k, num_experts, freq = (getattr(args, name, None) for name in names)
+        known = freq is not None and num_layers is not None
+        moe_layers = moe_layers_of(num_layers, freq) if known else None
+        return cls(num_layers, top_k, num_experts, moe_layers)
 
     def joined(self, other: RouteShape, where: str) -> RouteShape:
         """Fill this shape's unknowns from `other`; raise RoutesError where they disagree."""

@@ -10,28 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm_r3.client.fields import RoutesError, integer, integers, objects
+from vllm_r3.client.servers import SGLANG_EXTENSIONS
+from vllm_r3.client.shape import INTEGER, INTEGERS, OBJECTS, RoutesError, take
 
-CHOICE_FIELDS = (
-    "routed_experts",
-    "prompt_routed_experts",
-    "prompt_token_ids",
-    "finish_reason",
-    "weight_versions",
-    "sglext",
-    "sgl_ext",
-)
-TOP_FIELDS = (
-    "id",
-    "request_id",
-    "usage",
-    "prompt_routed_experts",
-    "prompt_token_ids",
-    "routed_experts_meta",
-    "weight_version",
-    "sglext",
-    "sgl_ext",
-)
+BOTH = ("prompt_routed_experts", "prompt_token_ids", *SGLANG_EXTENSIONS)
+CHOICE_FIELDS = (*BOTH, "routed_experts", "finish_reason", "weight_versions")
+TOP_FIELDS = (*BOTH, "id", "request_id", "usage", "routed_experts_meta", "weight_version")
 
 
 def collect_stream(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -46,47 +30,32 @@ def collect_stream(chunks: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for chunk in chunks:
         seen += 1
         if not isinstance(chunk, Mapping):
-            raise RoutesError(
-                f"stream: expected chunks of JSON objects, got {type(chunk).__name__}"
-            )
+            found = type(chunk).__name__
+            raise RoutesError(f"stream: expected chunks of JSON objects, got {found}")
         if "meta_info" in chunk:
             answer = dict(chunk)
             continue
-        _take(answer, chunk, TOP_FIELDS)
-        for part in objects(chunk, "choices", "stream"):
-            index = integer(part, "index", "stream") or 0
-            _grow(choices.setdefault(index, {"index": index}), part)
+        _update(answer, chunk, TOP_FIELDS)
+        for part in take(chunk, "choices", OBJECTS, "stream") or []:
+            index = take(part, "index", INTEGER, "stream") or 0
+            choice = choices.setdefault(index, {"index": index})
+            _update(choice, part, CHOICE_FIELDS)
+            token_ids = take(part, "token_ids", INTEGERS, "stream")
+            if token_ids is not None:
+                choice.setdefault("token_ids", []).extend(token_ids)
     if "meta_info" in answer:
         return answer
-    return _finished(answer, choices, seen)
-
-
-def _finished(
-    answer: dict[str, Any], choices: dict[int, dict[str, Any]], seen: int
-) -> dict[str, Any]:
     name = answer.get("request_id") or answer.get("id") or "stream"
     if not choices:
         raise RoutesError(f"{name}: expected chunks with choices, got none in {seen} chunks")
-    open_ones = [
-        index for index, choice in sorted(choices.items()) if choice.get("finish_reason") is None
-    ]
-    if open_ones:
+    unfinished = [at for at in sorted(choices) if choices[at].get("finish_reason") is None]
+    if unfinished:
         raise RoutesError(
             f"{name}: the stream ended after {seen} chunks without a finish_reason for choices "
-            f"{open_ones}"
+            f"{unfinished}"
         )
-    answer["choices"] = [choices[index] for index in sorted(choices)]
-    return answer
+    return answer | {"choices": [choices[index] for index in sorted(choices)]}
 
 
-def _take(target: dict[str, Any], source: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        if source.get(name) is not None:
-            target[name] = source[name]
-
-
-def _grow(choice: dict[str, Any], part: Mapping[str, Any]) -> None:
-    _take(choice, part, CHOICE_FIELDS)
-    token_ids = integers(part, "token_ids", "stream")
-    if token_ids is not None:
-        choice.setdefault("token_ids", []).extend(token_ids)
+def _update(target: dict[str, Any], source: Mapping[str, Any], names: Iterable[str]) -> None:
+    target.update({name: source[name] for name in names if source.get(name) is not None})

@@ -10,12 +10,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(params=["pybase64", "numpy"])
+@pytest.fixture(params=["pybase64", "base64"])
 def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test once with each base64 decoder."""
     from vllm_r3.client import npy
 
-    if request.param == "numpy":
+    if request.param == "base64":
         monkeypatch.setattr(npy, "pybase64", None)
     elif npy.pybase64 is None:
         pytest.skip("pybase64 is not installed")

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from typing import Any
 
 import numpy as np
+import pytest
+
+from vllm_r3.client import RoutesError
+from vllm_r3.errors import R3Error
+
+
+def refused(message: str, error: type[R3Error] = RoutesError) -> pytest.RaisesExc:
+    """Expect an error of this type with exactly this message."""
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
 
 
 def rows_of(
@@ -25,6 +35,11 @@ def npy(array: np.ndarray) -> str:
     buffer = io.BytesIO()
     np.save(buffer, array)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+def nested(array: np.ndarray) -> list:
+    """Nested JSON lists, as encoding `list` and stock 0.21 send them."""
+    return array.tolist()
 
 
 def bare(array: np.ndarray) -> str:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
-from sample_answers import rows_of
+from sample_answers import refused, rows_of
 
 from vllm_r3.adapters.batch import Slicing, batch_rows, pack_rows, padding_rows
-from vllm_r3.client import RoutesError
 
 E = 16
-
-
-def refused(message: str):
-    return pytest.raises(RoutesError, match=f"^{re.escape(message)}$")
 
 
 def distinct(rows: np.ndarray) -> bool:

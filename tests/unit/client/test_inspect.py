@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_server import serving
-from sample_answers import rows_of, split_answer
+from sample_answers import refused, rows_of, split_answer
 
 from vllm_r3.checks.inspect import expert_load, heat_map, read_rows
 from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
 
 NOTHING = RouteShape()
-
-
-def refused(message: str):
-    return pytest.raises(R3Error, match=f"^{re.escape(message)}$")
 
 
 def test_an_even_load_has_full_entropy_and_a_single_expert_none() -> None:
@@ -49,11 +44,11 @@ def test_dense_layers_stay_empty() -> None:
 
 
 def test_impossible_rows_are_refused() -> None:
-    with refused("expected rows to inspect, got none"):
+    with refused("expected rows to inspect, got none", R3Error):
         expert_load([rows_of(0)], NOTHING)
-    with refused("expected rows of one model, got sides [(3, 2), (4, 2)]"):
+    with refused("expected rows of one model, got sides [(3, 2), (4, 2)]", R3Error):
         expert_load([rows_of(2), rows_of(2, layers=4)], NOTHING)
-    with refused("expected expert ids in [0, 4), got 0 to 15"):
+    with refused("expected expert ids in [0, 4), got 0 to 15", R3Error):
         expert_load([rows_of(8)], RouteShape(num_experts=4))
 
 
@@ -78,11 +73,11 @@ def test_arrays_answers_rollouts_and_servers_are_read(tmp_path: Path) -> None:
 
 
 def test_other_sources_are_refused(tmp_path: Path) -> None:
-    with refused("nowhere.pt: expected a file or an address http://..., found neither"):
+    with refused("nowhere.pt: expected a file or an address http://..., found neither", R3Error):
         read_rows("nowhere.pt", NOTHING)
     path = tmp_path / "flat.npy"
     np.save(path, np.zeros(3))
-    with refused(f"{path}: expected integer rows [rows, layers, top_k], got float64 (3,)"):
+    with refused(f"{path}: expected integer rows [rows, layers, top_k], got float64 (3,)", R3Error):
         read_rows(str(path), NOTHING)
 
 

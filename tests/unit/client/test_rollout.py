@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
-from sample_answers import full_answer, npy, rows_of, split_answer
+from sample_answers import full_answer, npy, refused, rows_of, split_answer
 
-from vllm_r3.client import RolloutRoutes, RoutesError, RouteShape, collect_stream, decode_choice
+from vllm_r3.client import RolloutRoutes, RouteShape, collect_stream, decode_choice
 
 ALL = rows_of(40)
-
-
-def refused(message: str):
-    return pytest.raises(RoutesError, match=f"^{re.escape(message)}$")
 
 
 def tokens_to(count: int) -> list[int]:
@@ -155,7 +149,7 @@ def test_a_turn_of_another_model_is_refused() -> None:
     rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
     other = full_answer(rows_of(11, layers=4), 9, start=8)
     with refused(
-        "request rollout, choice 0: expected 3 layers, got 4 in shape (3, 4, 2); "
+        "request rollout, choice 0: expected 3 layers and top_k 2, got shape (3, 4, 2); "
         "a server that sends MoE layers only needs moe_layers given"
     ):
         rollout.add_turn(tokens_to(9), other, start=8)

@@ -8,17 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_answers import full_answer, rows_of, sglang_answer, split_answer
+from sample_answers import full_answer, refused, rows_of, sglang_answer, split_answer
 
 from vllm_r3.adapters.slime import assign_routed_experts, engine_flags, held_rows
-from vllm_r3.client import RoutesError
 
 ALL = rows_of(40)
 ARGS = SimpleNamespace(num_layers=3, moe_router_topk=2, num_experts=16)
-
-
-def refused(message: str):
-    return pytest.raises(RoutesError, match=f"^{re.escape(message)}$")
 
 
 def sample_of(count: int, held: Any = None) -> Any:

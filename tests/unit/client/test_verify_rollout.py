@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sample_answers import rows_of
+from sample_answers import refused, rows_of
 
 from vllm_r3.checks import torchfile
 from vllm_r3.checks.rollout import RolloutReport, judge, verify_rollout
@@ -24,10 +23,6 @@ NOT_LOADED = (
 )
 SHAPE = RouteShape(num_layers=3, top_k=2, num_experts=16)
 GOOD = rows_of(8).astype(np.int32)
-
-
-def refused(message: str):
-    return pytest.raises(R3Error, match=f"^{re.escape(message)}$")
 
 
 def sample_of(rows: Any, tokens: int = 9, **more: Any) -> dict[str, Any]:
@@ -189,13 +184,13 @@ def test_a_sample_of_one_token_has_no_rows_to_be_wrong() -> None:
 def test_another_layout_is_refused(tmp_path: Path, content: Any, found: str) -> None:
     path = tmp_path / "x.pt"
     torch.save(content, path)
-    with refused(f"{path}: expected {{'rollout_id': ..., 'samples': [...]}}, got {found}"):
+    with refused(f"{path}: expected {{'rollout_id': ..., 'samples': [...]}}, got {found}", R3Error):
         verify_rollout(path, SHAPE)
 
 
 def test_a_file_without_samples_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt")
-    with refused(f"{path}: expected samples, got an empty list"):
+    with refused(f"{path}: expected samples, got an empty list", R3Error):
         verify_rollout(path, SHAPE)
 
 
@@ -244,7 +239,7 @@ def test_numpy_scalars_and_arrays_of_numbers_are_loaded(tmp_path: Path) -> None:
 
 
 def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    with refused(f"{tmp_path / 'no.pt'}: expected a torch file, found none"):
+    with refused(f"{tmp_path / 'no.pt'}: expected a torch file, found none", R3Error):
         torchfile.load(tmp_path / "no.pt")
     (tmp_path / "x.pt").write_text("hello")
     with pytest.raises(R3Error, match=r"^.*x\.pt: expected "):
