@@ -66,7 +66,7 @@ class Engine:
         return outputs
 
     def compare(self, prompt: list[int], output: Any, **sampling: Any) -> list[Compared]:
-        """Compare all choices of one output with the oracle."""
+        """Compare all choices of one output, in either layout, with the oracle."""
         return [
             check_completion(
                 self.oracle,

@@ -161,8 +161,23 @@ def test_limit_of_the_model_length(running):
 
 def test_several_choices_share_the_prompt_and_differ_after_it(running, fresh):
     (output,) = running.check(seeded_prompts(26, [45]), n=4, temperature=1.0)
+    assert output.prompt_routed_experts.shape == (45, 4, 4)
     assert [c.index for c in output.outputs] == [0, 1, 2, 3]
     assert len({tuple(c.token_ids) for c in output.outputs}) == 4
+
+
+@pytest.mark.parametrize("start", [0, 17, 45])
+def test_in_layout_full_each_choice_has_all_of_its_rows(running, fresh, start):
+    (output,) = running.check(
+        seeded_prompts(41, [45]),
+        n=3,
+        temperature=1.0,
+        routed_experts_prompt_start=start,
+        routed_experts_layout="full",
+    )
+    assert output.prompt_routed_experts is None
+    for choice in output.outputs:
+        assert choice.routed_experts.shape == (45 - start + 15, 4, 4)
 
 
 def test_several_choices_of_different_lengths(running, fresh):

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, and the model under torch.compile: rows by value."""
+"""Two tensor-parallel ranks, torch.compile and layout full: rows by value."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ def test_rows_with_two_tensor_parallel_ranks_equal_the_oracle(models, oracles):
 
 def test_rows_under_torch_compile_equal_the_oracle(models, oracles):
     """0.22.1 returns zeros here: its graph is traced before the capture is bound."""
-    with engine(models("moe"), oracles("moe"), compiled=True) as running:
+    options = dict(compiled=True, routed_experts_layout="full")
+    with engine(models("moe"), oracles("moe"), **options) as running:
         mode = running.llm.llm_engine.vllm_config.compilation_config.mode
         assert mode.name == "DYNAMO_TRACE_ONCE"
         prompts = seeded_prompts(72, LENGTHS)
         running.check(prompts, max_tokens=30)
-        running.check(prompts, max_tokens=30)
+        outputs = running.check(prompts, max_tokens=30)
+        # the engine's layout holds in process too, unless the request names another
+        assert all(output.prompt_routed_experts is None for output in outputs)
+        (output,) = running.check(prompts[:1], routed_experts_layout="split")
+        assert output.prompt_routed_experts.shape == (3, 4, 4)

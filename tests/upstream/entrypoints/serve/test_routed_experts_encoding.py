@@ -151,6 +151,7 @@ def test_engine_is_asked_once_and_by_the_first_request_that_wants_rows():
             }
             assert params.return_routed_experts is True
             assert params.routed_experts_prompt_start == 2
+            assert params.routed_experts_layout == "full"
 
     asyncio.run(ask())
     assert engine.calls == ["get_routed_experts_info"]

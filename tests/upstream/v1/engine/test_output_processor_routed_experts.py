@@ -56,8 +56,11 @@ class FrontEnd:
         self.queues: dict[str, RequestOutputCollector] = {}
         self.aborted: list[str] = []
 
-    def add(self, name: str = "a", *, kind=FINAL_ONLY, n: int = 1, **params) -> None:
+    def add(
+        self, name="a", *, kind=FINAL_ONLY, n: int = 1, prompt_len: int = 5, **params
+    ) -> None:
         sampling_params = SamplingParams(output_kind=kind, n=n, max_tokens=50, **params)
+        self.prompt = list(range(1, prompt_len + 1))
         parent = None
         if self.has_queue:
             self.queues[name] = RequestOutputCollector(kind, name)
@@ -75,8 +78,7 @@ class FrontEnd:
                 self.queues.get(name),
             )
 
-    @staticmethod
-    def _request(request_id: str, external_id: str, params: SamplingParams):
+    def _request(self, request_id: str, external_id: str, params: SamplingParams):
         class Request(EngineCoreRequest):
             @property
             def params(self):
@@ -84,7 +86,7 @@ class FrontEnd:
 
         return Request(
             request_id=request_id,
-            prompt_token_ids=list(PROMPT),
+            prompt_token_ids=list(self.prompt),
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
@@ -235,6 +237,22 @@ def test_outputs_of_the_engine_after_a_stop_string_are_ignored(tokenizer):
     assert front_end.processor.get_num_unfinished_requests() == 0
 
 
+# What is kept of the engine's messages.
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shares"), [(9, (False, False)), (20000, (True, False))]
+)
+def test_few_rows_do_not_keep_a_message_of_many(num_rows: int, shares: tuple):
+    message = np.zeros((num_rows, 3, 2), dtype=np.uint8)
+    front_end = FrontEnd()
+    front_end.add(prompt_len=num_rows - 1)
+    (output,) = front_end.receive([3, 4], message, FinishReason.LENGTH)
+    parts = (output.prompt_routed_experts, output.outputs[0].routed_experts)
+    assert [len(part) for part in parts] == [num_rows - 1, 1]
+    assert tuple(np.shares_memory(part, message) for part in parts) == shares
+
+
 # Merging in the queue, when the consumer is slow.
 
 
@@ -290,6 +308,30 @@ def test_each_choice_has_its_own_rows_and_the_prompt_has_them_once(order):
     for child, completion in enumerate(output.outputs):
         expected = make_rows(5, 6 + child, mark=70 * child)
         np.testing.assert_array_equal(completion.routed_experts, expected)
+
+
+@pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize("start", [0, 3, 5])
+def test_in_layout_full_each_choice_has_all_rows_of_its_own_pass(kind, order, start):
+    front_end = FrontEnd()
+    front_end.add(
+        kind=kind,
+        n=3,
+        routed_experts_layout="full",
+        routed_experts_prompt_start=start,
+    )
+    outputs = []
+    for child in order:
+        rows = make_rows(start, 6 + child, mark=70 * child)
+        tokens = [9] * (child + 2)
+        outputs += front_end.receive(tokens, rows, FinishReason.LENGTH, f"{child}_a")
+    assert all(output.prompt_routed_experts is None for output in outputs)
+    completions = [choice for output in outputs for choice in output.outputs]
+    assert sorted(choice.index for choice in completions) == [0, 1, 2]
+    for choice in completions:
+        expected = make_rows(start, 6 + choice.index, mark=70 * choice.index)
+        np.testing.assert_array_equal(choice.routed_experts, expected)
 
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
