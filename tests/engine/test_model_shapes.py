@@ -30,6 +30,17 @@ def test_rows_of_cold_warm_and_shared_prefixes_equal_the_oracle(running):
     assert [o.num_cached_tokens for o in shared] == [64, 64]
 
 
+def test_requests_as_long_as_the_window_keep_their_rows(running):
+    """Every layer of Mixtral has a window, of max_model_len tokens."""
+    if running.kind == "mixtral":
+        manager = running.scheduler.kv_cache_manager
+        specs = [type(g.kv_cache_spec).__name__ for g in manager.kv_cache_config.kv_cache_groups]
+        assert specs == ["SlidingWindowSpec"]
+    prompts = seeded_prompts(10, [500, 450, 511])
+    running.check(prompts, max_tokens=12)
+    running.check(prompts, max_tokens=1)
+
+
 def test_dtype_and_layers_follow_the_model(running):
     (output,) = running.generate(seeded_prompts(9, [40]), max_tokens=40)
     rows = np.concatenate([output.prompt_routed_experts, output.outputs[0].routed_experts])

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 
 import vllm.v1.worker.routed_experts as worker_routed_experts
+from vllm.distributed.eplb.eplb_state import EplbLayerState
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import (
+    ZeroExpertRouter,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -21,6 +25,7 @@ NUM_LAYERS = 5
 MOE_LAYERS = [1, 2, 4]
 TOP_K = 3
 MAX_NUM_TOKENS = 12
+MAX_MODEL_LEN = 64
 ATTENTION = {
     "block_size": 16,
     "num_kv_heads": 1,
@@ -45,12 +50,22 @@ class Group:
         return torch.cat(parts, dim)
 
 
+def make_zero_expert_router(bias: torch.Tensor) -> ZeroExpertRouter:
+    return ZeroExpertRouter(
+        TOP_K,
+        len(bias),
+        EplbLayerState(),
+        e_score_correction_bias=bias,
+        num_logical_experts=len(bias) - 1,
+        zero_expert_type="identity",
+    )
+
+
 def make_layer(number: int, num_experts: int, bias: torch.Tensor | None, **moe_config):
     return SimpleNamespace(
         layer_id=number,
         logical_num_experts=num_experts,
-        e_score_correction_bias=bias,
-        router=SimpleNamespace(captures_in_compute_routing=bias is not None),
+        router=SimpleNamespace() if bias is None else make_zero_expert_router(bias),
         moe_config=SimpleNamespace(**({"is_sequence_parallel": False} | moe_config)),
     )
 
@@ -86,7 +101,9 @@ def build_recorder(
     set_attribute(worker_routed_experts, "bind_routed_experts", bind)
     set_attribute(worker_routed_experts, "get_tp_group", lambda: group)
     vllm_config = SimpleNamespace(
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: NUM_LAYERS),
+        model_config=SimpleNamespace(
+            get_total_num_hidden_layers=lambda: NUM_LAYERS, max_model_len=MAX_MODEL_LEN
+        ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_NUM_TOKENS),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=max_capture_size),
         parallel_config=SimpleNamespace(

@@ -82,6 +82,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             num_local_experts=8,
             num_experts_per_tok=2,
             intermediate_size=32,
+            sliding_window=512,  # as long as the longest request: it cuts nothing off
         ),
     ),
     # weights of the chosen experts are not normalised

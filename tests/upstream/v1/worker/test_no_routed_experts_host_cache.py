@@ -20,7 +20,6 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -58,11 +57,6 @@ def test_worker_has_no_second_life_of_requests():
     assert "routed_experts_dict" not in {f.name for f in fields(ModelRunnerOutput)}
     assert not hasattr(GPUModelRunner, "init_routed_experts_capturer")
     assert not hasattr(GPUModelRunner, "_bind_routed_experts_capturer")
-
-
-def test_layers_are_not_counted_over_all_models_of_a_process():
-    """A draft model, or a second engine, would not have begun at 0."""
-    assert not hasattr(FusedMoE, "_next_moe_layer_id")
 
 
 class Kernels(TorchDispatchMode):

@@ -11,6 +11,7 @@ import torch
 from recorders import (
     ATTENTION,
     FULL,
+    MAX_MODEL_LEN,
     MOE_LAYERS,
     NUM_LAYERS,
     TOP_K,
@@ -205,6 +206,7 @@ def test_zero_experts_count_as_choices(
 
 
 SLIDING = SlidingWindowSpec(sliding_window=16, **ATTENTION)
+AS_LONG_AS_A_REQUEST = SlidingWindowSpec(sliding_window=MAX_MODEL_LEN, **ATTENTION)
 UNIFORM = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": FULL, "b": FULL})
 MLA = MLAAttentionSpec(**ATTENTION)
 
@@ -216,6 +218,7 @@ MLA = MLAAttentionSpec(**ATTENTION)
         ([SLIDING, FULL], 1),
         ([SLIDING, SLIDING, MLA], 2),
         ([SLIDING, UNIFORM], 1),
+        ([SLIDING, AS_LONG_AS_A_REQUEST], 1),
     ],
 )
 def test_slots_are_those_of_the_full_attention_group(make_recorder, specs, group: int):
