@@ -3,12 +3,9 @@
 """A model directory without weights, for what reads its config alone."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when vLLM is imported
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,9 @@ def layers(*types: str, window: int = 16) -> dict[str, Any]:
 
 
 @pytest.fixture
-def configure(tmp_path):
+def configure(tmp_path, monkeypatch):
     """Configure an engine for a model of this config, as a server does."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
     def configure(hf_config: dict[str, Any], **options: Any) -> VllmConfig:
         (tmp_path / "config.json").write_text(json.dumps(hf_config))
@@ -104,7 +105,7 @@ class OwnScheduler:
             {},
             "layers without full attention",
         ),
-        (layers("linear_attention", "linear_attention"), {}, "layers without full attention"),
+        (layers(*["linear_attention"] * 2), {}, "layers without full attention"),
         (
             MOE,
             {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"},
@@ -119,8 +120,8 @@ class OwnScheduler:
         ),
         (
             MOE,
-            {"kv_transfer_config": KVTransferConfig("NixlConnector", kv_role="kv_both")},
-            "--kv-transfer-config with NixlConnector",
+            {"kv_transfer_config": KVTransferConfig("Nixl", kv_role="kv_both")},
+            "--kv-transfer-config with Nixl",
         ),
         (
             MOE,
@@ -165,7 +166,10 @@ def test_simulated_routing_is_refused(configure, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism (pipeline_parallel_size=2)"),
+        (
+            {"pipeline_parallel_size": 2},
+            "pipeline parallelism (pipeline_parallel_size=2)",
+        ),
         (
             {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
             "decode context parallelism (decode_context_parallel_size=2)",

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """From a router's choice to the layer's slice of the staging buffer.
 
-The routers and the capture are vLLM's own; kernels, layers and groups are fakes that show
-what was done to them.
+The routers and the capture are vLLM's own; kernels, layers and groups are fakes that
+show what was done to them.
 """
 
 import contextlib
@@ -219,7 +219,7 @@ def test_ids_that_are_the_slice_already_are_not_copied(monkeypatch: pytest.Monke
     assert_recorded(capture, make_ids(3))
 
 
-def test_under_naive_dispatch_the_kernel_does_not_write_rows_of_all_ranks_to_the_slice():
+def test_rows_of_all_ranks_are_not_written_to_the_slice_under_naive_dispatch():
     capture = make_capture()
     capture._runner.do_naive_dispatch_combine = True
     assert capture.topk_ids_out(4, torch.int32) is None
@@ -551,8 +551,14 @@ BEYOND = (
     "--enable-return-routed-experts: expected one MoE layer for each number below 4, "
     "found model.layers.4.mlp.experts"
 )
-NO_MOE = "--enable-return-routed-experts: the model has no MoE layer that routes through vLLM's FusedMoE"
-TWO_TOP_KS = "--enable-return-routed-experts: expected one top_k for all MoE layers, found [2, 6]"
+NO_MOE = (
+    "--enable-return-routed-experts: the model has no MoE layer that routes through "
+    "vLLM's FusedMoE"
+)
+TWO_TOP_KS = (
+    "--enable-return-routed-experts: expected one top_k for all MoE layers, "
+    "found [2, 6]"
+)
 
 
 @pytest.mark.parametrize(
