@@ -118,7 +118,7 @@ class Kit:
         answer = self.ask(path, body, stream)
         meta = answer.meta
         assert meta is not None, "no routed_experts_meta"
-        assert meta["start"] == body.get("routed_experts_prompt_start", 0)
+        assert meta["start"] == (body.get("routed_experts_prompt_start") or 0)
         for index, choice in sorted(answer.choices.items()):
             where = f"{path} choice {index}"
             prompt = choice.prompt or answer.prompt or body["token_ids"]

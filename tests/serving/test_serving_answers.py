@@ -1,4 +1,4 @@
-"""n > 1, several prompts, starts, turns, echo, beams: what an answer holds, by value."""
+"""n > 1, several prompts, starts, turns, echo: what an answer holds, by value."""
 
 from __future__ import annotations
 
@@ -114,14 +114,18 @@ def test_log_probabilities_and_rows_have_the_length_of_the_tokens(kit, endpoint,
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-@pytest.mark.parametrize("start", [0, 20])
-def test_every_beam_has_the_rows_of_its_own_tokens(kit, endpoint, start):
-    body = request(
-        *(endpoint, PROMPT), n=3, use_beam_search=True, routed_experts_prompt_start=start
-    )
-    answer = kit.check(ENDPOINTS[endpoint], body)
-    assert sorted(answer.choices) == [0, 1, 2]
+def test_beam_search_answers_as_stock_and_refuses_to_return_rows(kit, endpoint):
+    body = request(endpoint, PROMPT, n=3, use_beam_search=True)
+    answer = kit.ask(ENDPOINTS[endpoint], body)
     assert len({tuple(c.tokens) for c in answer.choices.values()}) == 3
+    assert answer.meta is None and answer.prompt_rows is None
+    assert all(c.rows is None for c in answer.choices.values())
+    status, refused = kit.post(ENDPOINTS[endpoint], body | {"return_routed_experts": True})
+    assert (status, refused["error"]["message"]) == (
+        400,
+        "return_routed_experts is true, but beam search returns no routed experts: "
+        "leave out one of the two",
+    )
 
 
 def test_prefix_hit_returns_the_rows_of_the_first_time(kit):

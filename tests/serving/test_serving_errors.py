@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from server_fixture import ENDPOINTS, GENERATE, request, seeded_prompt
+from server_fixture import ENDPOINTS, GENERATE, OURS, request, seeded_prompt
 
 PROMPT = seeded_prompt(9, 21)
 all_endpoints = pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -68,17 +68,37 @@ def test_unknown_values_are_refused_with_the_allowed_ones(
 
 
 @all_endpoints
-@pytest.mark.parametrize("value", ["many", 1.5, None, [], {}])
-def test_start_of_another_type_is_refused(kit, endpoint, value):
-    message = refused(kit, endpoint, routed_experts_prompt_start=value)
-    assert "routed_experts_prompt_start" in message and "integer" in message
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("return_routed_experts", value, "boolean") for value in ("yes", "false", 1, 0, [], {})]
+    + [("routed_experts_prompt_start", value, "integer") for value in ("3", 2.0, True, [], {})],
+)
+def test_value_of_another_type_is_refused_with_the_right_one(kit, endpoint, name, value, expected):
+    paths = [ENDPOINTS[endpoint]]
+    if endpoint != "generate":
+        paths.append(f"{ENDPOINTS[endpoint]}/render")
+    for path in paths:
+        status, answer = kit.post(path, request(endpoint, PROMPT) | {name: value})
+        assert status == 400, answer
+        message = answer["error"]["message"]
+        assert f"'loc': ('body', '{name}')" in message
+        assert f"'msg': 'Input should be a valid {expected}'" in message
 
 
+def test_value_of_another_type_in_sampling_params_is_refused_too(kit):
+    for name, value in (("return_routed_experts", "yes"), ("routed_experts_prompt_start", "3")):
+        body = request("generate", PROMPT)
+        body["sampling_params"][name] = value
+        status, answer = kit.post(GENERATE, body)
+        assert status == 400 and f"'loc': ('body', '{name}')" in answer["error"]["message"]
+
+
+@both_ways
 @all_endpoints
-@pytest.mark.parametrize("value", ["maybe", 2, [], {}])
-def test_return_of_another_type_is_refused(kit, endpoint, value):
-    message = refused(kit, endpoint, return_routed_experts=value)
-    assert "return_routed_experts" in message and "boolean" in message
+def test_null_is_the_same_as_leaving_the_fields_out(kit, endpoint, stream):
+    body = request(endpoint, PROMPT)
+    answer = kit.check(ENDPOINTS[endpoint], body | dict.fromkeys(OURS), stream)
+    assert answer == kit.check(ENDPOINTS[endpoint], body, stream)
 
 
 def test_batch_of_chats_refuses_to_return_rows(kit):

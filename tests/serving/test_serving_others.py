@@ -38,35 +38,21 @@ def test_messages_stream_is_text_to_its_end(kit):
     assert lines[-1] == "event: message_stop"
 
 
-def test_responses_and_speech_ask_the_engine_for_no_rows():
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.entrypoints.openai.speech_to_text.protocol import (
-        TranscriptionRequest,
-        TranslationRequest,
-    )
-
-    asked = ResponsesRequest(input="a").to_sampling_params(4, {})
-    assert asked.return_routed_experts is False
-    for kind in (TranscriptionRequest, TranslationRequest):
-        speech = kind.model_construct(stream=False, vllm_xargs=None)
-        assert speech.to_sampling_params(4, {}).return_routed_experts is False
-
-
-def test_messages_ask_the_engine_for_no_rows():
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-
-    body = AnthropicMessagesRequest.model_validate(OTHERS["/v1/messages"])
-    chat = AnthropicServingMessages._convert_anthropic_to_openai_request(body)
-    assert chat.return_routed_experts is False
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_rendered_request_has_no_new_field_where_none_was_set(kit, path):
     body = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
-    status, answer = kit.post(f"{path}/render", body | {"model": "tiny", "max_tokens": 4})
+    nulls = dict.fromkeys(OURS)
+    status, answer = kit.post(f"{path}/render", body | {"model": "tiny"} | nulls)
     assert status == 200
     assert "routed_experts" not in str(answer)
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_rendered_request_generates_as_many_tokens_as_asked_for(kit, endpoint):
+    body = request(endpoint, PROMPT, max_tokens=16, ignore_eos=True)  # a default of the engine's
+    _, rendered = kit.post(f"{ENDPOINTS[endpoint]}/render", body)
+    rendered = rendered[0] if isinstance(rendered, list) else rendered
+    assert len(kit.ask(GENERATE, rendered).choices[0].tokens) == 16
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
@@ -85,15 +71,3 @@ def test_rendered_request_asks_for_what_the_request_asked_for(kit, endpoint):
     assert answer.meta["start"] == 3
     rows = decode(answer.choices[0].rows, "list", "uint8")
     assert len(rows) == len(rendered["token_ids"]) + len(answer.choices[0].tokens) - 1 - 3
-
-
-def test_sampling_params_may_hold_the_engine_s_two_fields(kit):
-    body = request("generate", PROMPT)
-    body["sampling_params"]["routed_experts_prompt_start"] = 4
-    assert kit.ask(GENERATE, body).meta["start"] == 4
-    body["routed_experts_prompt_start"] = 5
-    kit.check(GENERATE, body)
-    body["sampling_params"]["return_routed_experts"] = False
-    assert kit.ask(GENERATE, body).meta is None
-    body["return_routed_experts"] = True
-    kit.check(GENERATE, body)

@@ -70,7 +70,7 @@ def allowed_values(field, rng):
         elif option["type"] == "boolean":
             yield from (True, False)
         elif option["type"] == "integer":
-            yield from (option["minimum"], rng.randrange(13), rng.randrange(10**6), 10**40)
+            yield from (int(option["minimum"]), rng.randrange(13), rng.randrange(10**6), 10**40)
         else:
             assert option["type"] == "null", option
             yield None
