@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from engines import BLOCK, engine, seeded_prompts
+
+from vllm_r3.replay.oracle import Oracle
 
 BUDGET = 40
 END = 509  # the tokenizer's end of text
@@ -266,6 +269,52 @@ def test_rows_after_the_weights_were_loaded_again(running, fresh):
     running.llm.collective_rpc("reload_weights")
     assert running.llm.reset_prefix_cache()
     running.check([prompt])
+
+
+def bend_norms(model) -> None:
+    """Other weights: what the routers see changes channel by channel."""
+    for name, weight in model.named_parameters():
+        if "post_attention_layernorm" in name:
+            weight.data *= 1 + 0.9 * torch.cos(torch.arange(len(weight)))
+
+
+def bend_norms_of_worker(worker) -> None:
+    bend_norms(worker.get_model())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_weights_that_change_in_a_request_leave_rows_of_those_that_led_to_its_tokens(
+    running, fresh, models, num_tokens
+):
+    """Two chunks of 40 before the change, or the whole prompt and a few tokens."""
+    from vllm import SamplingParams
+
+    (prompt,) = seeded_prompts(41, [100])
+    llm = running.llm
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    llm.llm_engine.add_request("bent", {"prompt_token_ids": prompt}, params)
+    for _ in range(2 + num_tokens):
+        llm.llm_engine.step()
+    request = next(iter(running.scheduler.requests.values()))
+    assert (request.num_computed_tokens >= 80, request.num_output_tokens) == (True, num_tokens)
+    llm.collective_rpc(bend_norms_of_worker)
+    assert llm.reset_prefix_cache(reset_running_requests=True)
+    (output,) = [o for _ in range(20) for o in llm.llm_engine.step() if o.finished]
+    llm.collective_rpc("reload_weights")
+    choice = output.outputs[0]
+    tokens = [*prompt, *choice.token_ids]
+    rows = np.concatenate([output.prompt_routed_experts, choice.routed_experts])
+    bent = Oracle(str(models("moe")))
+    bend_norms(bent.model)
+    num_old = 100 + num_tokens - 1 if num_tokens else 0
+    truths = [running.oracle.truth(tokens), bent.truth(tokens)]
+    old, new = (np.sort(truth.rows, axis=-1) for truth in truths)
+    assert (old != new).any(axis=(1, 2)).mean() > 0.9
+    expected = np.concatenate([old[:num_old], new[num_old:]])
+    assert np.array_equal(np.sort(rows, axis=-1), expected)
+    for i in range(100, len(tokens)):
+        logits = truths[i >= 100 + num_tokens].logits[i - 1]
+        assert logits.max() - logits[tokens[i]] < 2e-4
 
 
 def metrics(running):

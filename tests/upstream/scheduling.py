@@ -3,9 +3,10 @@
 """Real scheduler, KV-cache manager and block pool, driven by a worker without a model.
 
 The worker does what a model runner does with a step, token ids and block tables included,
-and keeps a KV cache of rows, so that it knows by itself which row an answer must carry. A
-row says which token it is of, at which position, in which layer and in which step, so that
-neither a shift, nor a neighbour, nor a second pass can hide.
+and keeps a KV cache of rows. A row says which token it is of, at which position, in which
+layer and in which step, so that neither a shift, nor a neighbour, nor another pass can hide.
+What the KV cache held when a token was sampled is what led to it: of the tokens that reach
+the caller, the first that depends on a row says of which pass the row must be.
 """
 
 from collections import deque
@@ -74,9 +75,10 @@ class Runner:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     blocks: dict[str, list[int]] = field(default_factory=dict)
     num_prompt: dict[str, int] = field(default_factory=dict)
-    # Rows that the KV cache holds, by slot, and by request those of the first pass.
+    # Rows that the KV cache holds, by slot.
     kv_cache: dict[int, np.ndarray] = field(default_factory=dict)
-    first_pass: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    # Rows, from token 0, that led to what the last step sampled, by request.
+    led_to: dict[str, list[np.ndarray]] = field(default_factory=dict)
     step: int = 0
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -96,9 +98,15 @@ class Runner:
                     request_id, starts[request_id], num_tokens, num_drafts, slots, rows
                 )
             )
-        for request_id in request_ids:
-            # Only now: a hit may be on blocks that this very step has filled.
-            self._remember_hits(request_id, starts[request_id])
+        # Only now: a hit may be on blocks that this very step has filled.
+        self.led_to = {
+            request_id: [
+                self.kv_cache[self._slot(request_id, position)]
+                for position in range(len(self.tokens[request_id]) - 1)
+            ]
+            for request_id, token_ids in zip(request_ids, sampled, strict=True)
+            if token_ids
+        }
         output = ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
@@ -116,7 +124,6 @@ class Runner:
             self.tokens[new.req_id] = list(tokens)
             self.blocks[new.req_id] = list(new.block_ids[self.group])
             self.num_prompt.setdefault(new.req_id, len(new.prompt_token_ids))
-            self.first_pass.setdefault(new.req_id, {})
         cached = scheduled.scheduled_cached_reqs
         for request_id, new_blocks in zip(
             cached.req_ids, cached.new_block_ids, strict=True
@@ -147,7 +154,6 @@ class Runner:
         rows: list[np.ndarray],
     ) -> list[int]:
         tokens = self.tokens[request_id]
-        first_pass = self.first_pass[request_id]
         num_right = min(self.num_accepted(request_id, self.step), num_drafts)
         sampled: list[int] = []
         if start + num_tokens - num_drafts == len(tokens):
@@ -160,18 +166,10 @@ class Runner:
             self.kv_cache[slot] = row(inputs[position], position, self.step)
             if self.loses(request_id, position, self.step):
                 slot = -1
-            elif position < len(tokens) + num_right:
-                first_pass.setdefault(position, self.kv_cache[slot])
             slots.append(slot)
             rows.append(row(inputs[position], position, self.step))
         tokens += sampled
         return sampled
-
-    def _remember_hits(self, request_id: str, start: int) -> None:
-        first_pass = self.first_pass[request_id]
-        for position in range(start):
-            if position not in first_pass:
-                first_pass[position] = self.kv_cache[self._slot(request_id, position)]
 
     def _slot(self, request_id: str, position: int) -> int:
         block = self.blocks[request_id][position // BLOCK_SIZE]
@@ -187,9 +185,13 @@ class Answer:
     deltas: list[np.ndarray | None] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    # Rows of the passes that led to `token_ids`, of all tokens but the last.
+    true_rows: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, output: EngineCoreOutput) -> None:
+    def add(self, output: EngineCoreOutput, led_to: list[np.ndarray]) -> None:
         self.token_ids += output.new_token_ids
+        stop = len(self.prompt) + len(self.token_ids) - 1
+        self.true_rows += led_to[len(self.true_rows) : stop]
         self.deltas.append(output.routed_experts)
         self.error = output.error
         if output.finish_reason is not None:
@@ -209,17 +211,22 @@ class Engine:
         scheduler: The scheduler, with routed experts on.
         runner: The worker.
         num_drafts: Draft tokens that every decoding request proposes.
+        depth: Steps that are launched before the first is collected. Two is what async
+            scheduling does, and pipeline parallelism without it.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, num_drafts: int = 0
+        self, scheduler: Scheduler, runner: Runner, num_drafts: int, depth: int
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.is_async = isinstance(scheduler, AsyncScheduler)
         self.num_drafts = num_drafts
+        self.depth = depth
         self.answers: dict[str, Answer] = {}
-        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.in_flight: deque[
+            tuple[SchedulerOutput, ModelRunnerOutput, dict[str, list[np.ndarray]]]
+        ] = deque()
         self.steps: list[SchedulerOutput] = []
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
@@ -250,15 +257,16 @@ class Engine:
         """Schedule a step and run it, without looking at what came of it."""
         scheduled = self.scheduler.schedule()
         self.steps.append(scheduled)
-        self.in_flight.append((scheduled, self.runner.execute(scheduled)))
+        output = self.runner.execute(scheduled)
+        self.in_flight.append((scheduled, output, self.runner.led_to))
         return scheduled
 
     def collect(self) -> None:
         """Hand the oldest launched step's output to the scheduler."""
-        scheduled, output = self.in_flight.popleft()
+        scheduled, output, led_to = self.in_flight.popleft()
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in outputs.outputs:
-                self.answers[one.request_id].add(one)
+                self.answers[one.request_id].add(one, led_to.get(one.request_id, []))
         if self.num_drafts and not self.is_async:
             self._propose(output)
         if output.routed_experts is not None:
@@ -275,14 +283,10 @@ class Engine:
         )
 
     def step(self) -> None:
-        """One turn of the engine's loop; async runs one step ahead."""
-        if len(self.in_flight) < 2 and self.scheduler.has_requests():
+        """One turn of the engine's loop."""
+        if len(self.in_flight) < self.depth and self.scheduler.has_requests():
             self.launch()
-        if (
-            not self.is_async
-            or len(self.in_flight) > 1
-            or not self.scheduler.has_requests()
-        ):
+        if len(self.in_flight) == self.depth or not self.scheduler.has_requests():
             self.collect()
 
     def run(self, max_steps: int = 300) -> None:
@@ -301,19 +305,27 @@ class Engine:
     def abort(self, request_ids: Sequence[str]) -> None:
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
+    def reset(self) -> None:
+        """Reset the prefix cache, as a change of weights does."""
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def assert_nothing_is_kept(self) -> None:
+        """No request is left, and nothing of one beside the table."""
+        manager = self.scheduler.routed_experts_manager
+        assert (manager._saved, manager._in_flight, manager._num_sent) == ({}, {}, {})
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert free == self.table.num_blocks - 1
+
     def num_preemptions(self, request_id: str) -> int:
         return sum(request_id in (s.preempted_req_ids or ()) for s in self.steps)
 
     def expected(self, request_id: str, start: int = 0) -> np.ndarray:
-        """Rows [start, S - 1) as the runner remembers them."""
-        answer = self.answers[request_id]
-        stop = len(answer.prompt) + len(answer.token_ids) - 1
-        first_pass = self.runner.first_pass[request_id]
-        rows = [first_pass[position] for position in range(start, stop)]
+        """Rows [start, S - 1), each of the pass that led to the caller's tokens."""
+        rows = self.answers[request_id].true_rows[start:]
         return np.array(rows, dtype=INFO.dtype).reshape(-1, NUM_LAYERS, TOP_K)
 
     def assert_rows(self, request_id: str, start: int = 0) -> None:
-        """The answer has one row for each token but the last, each of its first pass."""
+        """The answer has one row for each token but the last, each of the right pass."""
         answer = self.answers[request_id]
         assert answer.error is None, answer.error
         rows = answer.rows
@@ -331,6 +343,7 @@ def make_engine(
     *,
     is_async: bool = False,
     num_drafts: int = 0,
+    depth: int | None = None,
     group: int = 0,
     max_num_batched_tokens: int = 64,
     policy: str = "fcfs",
@@ -369,4 +382,6 @@ def make_engine(
         scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = num_drafts
         scheduler._spec_token_placeholders = [-1] * num_drafts
     scheduler.init_routed_experts(INFO)
-    return Engine(scheduler, Runner(group=group), num_drafts)
+    return Engine(
+        scheduler, Runner(group=group), num_drafts, depth or (2 if is_async else 1)
+    )

@@ -44,9 +44,11 @@ class Life:
             self._add_some()
             if self.random.random() < 0.03:
                 self._abort_one()
-            if self.resets and self.random.random() < 0.05:
-                engine.drain()
-                engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+            if self.resets and self.random.random() < 0.1:
+                # Only the async scheduler knows how to discard a step in flight.
+                if not engine.is_async or self.random.random() < 0.5:
+                    engine.drain()
+                engine.reset()
             if engine.scheduler.has_requests() or engine.in_flight:
                 engine.step()
             assert len(engine.steps) < 500, "stuck"
@@ -96,7 +98,10 @@ class Life:
         {"is_async": True, "policy": "priority"},
         {"num_drafts": 2},
         {"is_async": True, "num_drafts": 3},
+        {"depth": 2},
+        {"depth": 2, "resets": True},
         {"is_async": True, "resets": True},
+        {"is_async": True, "policy": "priority", "resets": True},
         {"is_async": True, "num_drafts": 3, "resets": True},
     ],
     ids=lambda kind: "-".join(kind) or "plain",
@@ -121,10 +126,7 @@ def test_no_life_returns_a_wrong_row(model: str, kind: dict, seed: int):
     for request_id in engine.answers:
         if request_id not in life.aborted:
             engine.assert_rows(request_id)
-    manager = engine.scheduler.routed_experts_manager
-    assert (manager._saved, manager._preempted, manager._num_sent) == ({}, {}, {})
-    free = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    assert free == engine.table.num_blocks - 1
+    engine.assert_nothing_is_kept()
 
 
 def test_the_random_lives_do_preempt_and_hit(model: str):

@@ -308,7 +308,12 @@ def test_rows_after_several_preemptions_are_those_of_the_first_pass(
         engine.assert_rows(f"r{i}")
 
 
-def test_a_prompt_preempted_between_its_chunks_keeps_the_first_chunk_s_rows(
+def steps_of(engine: Engine, request_id: str) -> list[int]:
+    """Step in which each row of an answer was computed."""
+    return engine.answers[request_id].rows[:, 0, 3].tolist()
+
+
+def test_a_prompt_preempted_between_its_chunks_has_rows_of_the_pass_that_finished_it(
     make: MakeEngine,
 ):
     engine = make(9, max_num_batched_tokens=16)
@@ -317,10 +322,36 @@ def test_a_prompt_preempted_between_its_chunks_keeps_the_first_chunk_s_rows(
     engine.add("victim", list(range(10, 32)), max_tokens=2)
     engine.run()
     assert engine.num_preemptions("victim") == 1
-    # Three full blocks of the first chunk are still cached when it resumes.
+    # Three full blocks of the first chunk are still cached when it resumes; the rest of
+    # the first chunk led to nothing.
     assert chunks(engine, "victim")[:2] == [15, 22 - 12]
+    first, resumed = steps_of(engine, "victim")[0], steps_of(engine, "victim")[12]
+    assert first < resumed
+    assert steps_of(engine, "victim")[:22] == [first] * 12 + [resumed] * 10
     engine.assert_rows("grows")
     engine.assert_rows("victim")
+
+
+def test_a_request_preempted_while_it_is_computed_again_keeps_the_rows_of_its_tokens(
+    make: MakeEngine,
+):
+    engine = make(64, is_async=True, max_num_batched_tokens=16)
+    engine.add("a", list(range(10, 55)), max_tokens=9)
+    for _ in range(5):
+        engine.step()
+    engine.drain()
+    held = engine.expected("a")
+    assert len(held) == 45 + 3 - 1
+    for _ in range(2):
+        engine.reset()
+        engine.step()
+        engine.step()
+        assert engine.scheduler.requests["a"].num_computed_tokens == 32
+    engine.reset()
+    engine.run()
+    assert chunks(engine, "a")[5:] == [16, 16] * 2 + [16] * 3 + [1] * 5
+    np.testing.assert_array_equal(engine.answers["a"].rows[: len(held)], held)
+    engine.assert_rows("a")
 
 
 def preempt_in_flight(engine: Engine, request_id: str) -> SchedulerOutput:
@@ -439,8 +470,7 @@ def test_nothing_is_kept_beside_the_table_once_requests_are_done(make: MakeEngin
         )
     engine.run()
     assert any(engine.num_preemptions(f"r{i}") for i in range(4))
-    manager = engine.scheduler.routed_experts_manager
-    assert (manager._saved, manager._preempted, manager._num_sent) == ({}, {}, {})
+    engine.assert_nothing_is_kept()
 
 
 # Speculative decoding.
@@ -570,7 +600,7 @@ def test_a_forced_reset_in_a_drained_engine_loses_no_token_and_no_row(
         engine.step()
     engine.drain()
     held = engine.expected("a")
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.reset()
     engine.run()
     for request_id in "ab":
         answer = engine.answers[request_id]
@@ -578,15 +608,6 @@ def test_a_forced_reset_in_a_drained_engine_loses_no_token_and_no_row(
         engine.assert_rows(request_id)
     # First pass: what the caller holds was chosen by the weights before the reset.
     np.testing.assert_array_equal(engine.answers["a"].rows[: len(held)], held)
-
-
-def forget_step_in_flight(engine: Engine, request_id: str) -> None:
-    """Its tokens are thrown away, so another pass leads to what the caller holds."""
-    first_pass = engine.runner.first_pass[request_id]
-    for position in [
-        p for p, row in first_pass.items() if row[0, 3] == engine.runner.step
-    ]:
-        del first_pass[position]
 
 
 def test_a_forced_reset_with_a_step_in_flight_returns_rows_of_the_tokens_returned(
@@ -597,27 +618,60 @@ def test_a_forced_reset_with_a_step_in_flight_returns_rows_of_the_tokens_returne
     for _ in range(3):
         engine.step()
     assert len(engine.in_flight) == 1
-    forget_step_in_flight(engine, "a")
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.reset()
     engine.run()
     assert len(engine.answers["a"].token_ids) == 8
     engine.assert_rows("a")
 
 
-def test_a_forced_reset_between_the_chunks_of_a_prompt_loses_no_token_and_no_row(
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_resets", [1, 2, 3])
+def test_a_prompt_reset_between_its_chunks_has_no_row_of_a_pass_that_was_given_up(
+    make: MakeEngine, is_async: bool, num_resets: int
+):
+    engine = make(64, is_async=is_async, max_num_batched_tokens=32)
+    engine.add("a", list(range(10, 110)), max_tokens=4)
+    for _ in range(num_resets):
+        engine.step()
+        engine.step()
+        assert chunks(engine, "a")[-2:] == [32, 32]
+        engine.reset()
+    given_up = engine.runner.step
+    engine.run()
+    answer = engine.answers["a"]
+    assert answer.prompt + answer.token_ids == engine.runner.tokens["a"]
+    assert min(steps_of(engine, "a")) > given_up
+    engine.assert_rows("a")
+
+
+def test_a_first_token_in_flight_at_a_forced_reset_is_discarded_with_its_rows(
     make: MakeEngine,
 ):
     engine = make(64, is_async=True, max_num_batched_tokens=16)
     engine.add("a", list(range(10, 55)), max_tokens=4)
-    engine.step()
-    engine.step()
-    assert chunks(engine, "a") == [16, 16]
-    forget_step_in_flight(engine, "a")
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for _ in range(3):
+        engine.step()
+    assert chunks(engine, "a") == [16, 16, 13] and len(engine.in_flight) == 1
+    engine.reset()
     engine.run()
-    answer = engine.answers["a"]
-    assert answer.prompt + answer.token_ids == engine.runner.tokens["a"]
+    assert min(steps_of(engine, "a")) > 3
     engine.assert_rows("a")
+
+
+def test_a_first_token_in_flight_at_a_preemption_is_kept_with_all_its_rows(
+    make: MakeEngine,
+):
+    engine = make(15, is_async=True, max_num_batched_tokens=16)
+    engine.add("grows", [1] * 13, max_tokens=30)
+    engine.step()
+    engine.add("victim", list(range(10, 52)), max_tokens=9)
+    preempt_in_flight(engine, "victim")
+    assert chunks(engine, "victim") == [15, 15, 12]
+    assert engine.answers["victim"].token_ids == []
+    at = engine.runner.step
+    engine.run()
+    assert max(steps_of(engine, "victim")[:42]) < at
+    engine.assert_rows("victim")
 
 
 def test_a_forced_reset_with_drafts_in_flight_returns_rows_of_the_tokens_returned(
@@ -629,8 +683,7 @@ def test_a_forced_reset_with_drafts_in_flight_returns_rows_of_the_tokens_returne
     for _ in range(4):
         engine.step()
     assert engine.in_flight[-1][0].scheduled_spec_decode_tokens
-    forget_step_in_flight(engine, "a")
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.reset()
     engine.run()
     engine.assert_rows("a")
 
