@@ -11,25 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
 from vllm_r3.checks.rows import Compared, compare_rows
-from vllm_r3.replay.oracle import Oracle, Truth
+from vllm_r3.replay.experts_hook import Pass
+from vllm_r3.replay.oracle import Oracle
 
 # float32 log-probabilities of the engine and of transformers agree to about 1e-5
 LOGPROB_TOLERANCE = 2e-4
 
 
-def num_experts(oracle: Oracle) -> int:
-    """E, by whichever name the config has for it."""
-    config = oracle.model.config
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next(getattr(config, n) for n in names if getattr(config, n, None))
-
-
-def check_greedy(truth: Truth, tokens: list[int], prompt_len: int, where: str) -> None:
+def check_greedy(truth: Pass, tokens: list[int], prompt_len: int, where: str) -> None:
     """Generated tokens are the oracle's own choice, teacher-forced; else rows prove little."""
     for i in range(prompt_len, len(tokens)):
         logits = truth.logits[i - 1]
@@ -66,7 +60,7 @@ def check_completion(
 
 def check_rows(
     oracle: Oracle,
-    truth: Truth,
+    truth: Pass,
     prompt_len: int,
     prompt_rows: np.ndarray,
     rows: np.ndarray,
@@ -75,14 +69,7 @@ def check_rows(
 ) -> Compared:
     """Compare split rows with the truth about the whole sequence."""
     done = [
-        compare_rows(
-            part,
-            truth.rows[a:b],
-            oracle.moe_layers,
-            num_experts(oracle),
-            f"{where} {name}",
-            truth.margins[a:b],
-        )
+        compare_rows(part, truth.rows[a:b], oracle.shape, f"{where} {name}", truth.margins[a:b])
         for name, part, a, b in (
             ("prompt", prompt_rows, start, prompt_len),
             ("generated", rows, prompt_len, len(truth.rows)),

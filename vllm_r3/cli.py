@@ -15,20 +15,12 @@ from collections.abc import Sequence
 from vllm_r3 import __version__
 from vllm_r3.errors import R3Error
 
-# Every command, in the order of the help text: vllm_r3/commands/NAME.py.
-COMMANDS = (
-    "series",
-    "wheel",
-    "demo",
-    "verify",
-    "compare",
-    "inspect",
-    "replay",
-)
+# The modules of the commands, in the order of the help text: vllm_r3/commands/NAME.py.
+COMMANDS = ("series", "wheel", "checks")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with every command of COMMANDS."""
+    """Return the parser with every command of the modules in COMMANDS."""
     parser = argparse.ArgumentParser(
         prog="vllm-r3",
         description="Rollout routing replay on vLLM: the patch series, the client, the checks.",

@@ -53,7 +53,7 @@ class FakeServer(Server):
         return 200, b"vllm:prefix_cache_hits_total 64.0"
 
     def ask(self, path, body=None):
-        from vllm_r3.contract import META_FIELDS
+        from vllm_r3.checks.server import META_FIELDS
 
         info = dict(num_layers=4, moe_layers=[0, 1, 2, 3], num_experts=16, top_k=4)
         info |= dict(dtype="uint8", encoding="npy", layout="split")
@@ -78,8 +78,8 @@ class Replayed:
 
 @pytest.fixture
 def fake(monkeypatch, oracles):
-    monkeypatch.setattr("vllm_r3.demo.serve.Server", FakeServer)
-    monkeypatch.setattr("vllm_r3.replay.replay", lambda *args, **options: Replayed())
+    monkeypatch.setattr("vllm_r3.demo.demo.Server", FakeServer)
+    monkeypatch.setattr("vllm_r3.replay.replay.replay", lambda *args, **options: Replayed())
     monkeypatch.setattr(FakeServer, "oracle", oracles("moe"))
 
     def spoil(how):
@@ -98,25 +98,28 @@ def put_zero(rows):
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "found"),
     [
-        lambda rows: np.roll(rows, 1, axis=0),
-        lambda rows: rows[:, [1, 0, 2, 3]],
-        put_zero,
-        lambda rows: np.concatenate([rows[:-1], rows[-2:-1]]),
+        (lambda rows: np.roll(rows, 1, axis=0), "row 0, layer 0: expected experts ["),
+        (lambda rows: rows[:, [1, 0, 2, 3]], "row 0, layer 0: expected experts ["),
+        (put_zero, "zero rows: 26 of 116 rows hold zeros: 90-115\n"),
+        (lambda rows: np.concatenate([rows[:-1], rows[-2:-1]]), "row 115, layer "),
     ],
     ids=["shifted", "layers swapped", "zeroed", "last row repeated"],
 )
-def test_wrong_rows_exit_1_and_name_the_cell(fake, capsys, how):
+def test_wrong_rows_exit_1_and_name_the_cell(fake, capsys, how, found):
     fake(how)
     assert main(["demo"]) == 1
-    assert "vllm-r3: answer: row " in capsys.readouterr().err
+    assert f"vllm-r3: answer: {found}" in capsys.readouterr().err
 
 
 def test_rows_too_few_exit_1(fake, capsys):
     fake(lambda rows: rows[:-1])
     assert main(["demo"]) == 1
-    message = "vllm-r3: choices[0].routed_experts: expected uint8 (31, 4, 4), got uint8 (30, 4, 4)"
+    message = (
+        "expected rows (116, 4, 4) (prompt 85 + generated 31) for 117 tokens from start 0, "
+        "got (115, 4, 4) (prompt 85 + generated 30)"
+    )
     assert message in capsys.readouterr().err
 
 

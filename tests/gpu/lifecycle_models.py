@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_r3 import tiny
+from vllm_r3.demo import tiny_models as tiny
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 256, 8, 4, 64
 _SHAPE: dict[str, Any] = dict(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tests.gpu.lifecycle_models import DENSE_LAYERS, NUM_EXPERTS
+from vllm_r3.checks.rows import differing_cells, repeating_cells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,43 +84,15 @@ class Truth:
         self.moe_layers = self.oracle.moe_layers
         self.dense_layers = DENSE_LAYERS[target]
         self._known: dict[bytes, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        self._scores: dict[int, np.ndarray] = {}
-        self.has_scores = target == "glm"
-        if self.has_scores:
-            for number in self.moe_layers:
-                gate = self.oracle.model.model.layers[number].mlp.gate
-                gate.register_forward_hook(self._remember_scores(number))
-
-    def _remember_scores(self, number: int) -> Any:
-        """GLM-4 chooses the largest sigmoid scores plus bias; the oracle has no margin of it."""
-
-        def hook(gate: Any, args: Any, out: Any) -> None:
-            # transformers returns the weights and the choice with the logits from 5.1x on
-            logits = out[0] if isinstance(out, tuple) else out
-            scores = logits.float().sigmoid() + gate.e_score_correction_bias
-            self._scores[number] = scores.numpy()
-
-        return hook
 
     def __call__(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sorted ids (S - 1, M, K), margins (S - 1, M) of the M MoE layers, logits (S - 1, V)."""
+        """Ids (S - 1, M, K), margins (S - 1, M) of the M MoE layers, logits (S - 1, V)."""
         key = tokens.tobytes()
         if key not in self._known:
             truth = self.oracle.truth(tokens.tolist())
-            margins = truth.margins[:, self.moe_layers].copy()
-            if self.has_scores:
-                k = truth.rows.shape[2]
-                for i, number in enumerate(self.moe_layers):
-                    ordered = np.sort(self._scores[number], -1)
-                    margins[:, i] = ordered[:, -k] - ordered[:, -k - 1]
-            ids = np.sort(truth.rows[:, self.moe_layers], -1)
+            ids, margins = truth.rows[:, self.moe_layers], truth.margins[:, self.moe_layers]
             self._known[key] = ids, margins, truth.logits
         return self._known[key]
-
-
-def _wrong_cells(rows: np.ndarray, ids: np.ndarray, layers: list[int]) -> np.ndarray:
-    """(S - 1, M) of bool."""
-    return (np.sort(rows[:, layers].astype(int), -1) != ids).any(-1)
 
 
 def _spoiled(rows: np.ndarray, layers: list[int]) -> dict[str, np.ndarray]:
@@ -165,15 +138,15 @@ class Judgement:
             return
         if rows[:, list(self.truth.dense_layers)].any() or rows.max() >= NUM_EXPERTS:
             self.problems.append(f"answer {number}: a dense layer is not zero, or an id too high")
-        wrong = _wrong_cells(rows, ids, layers)
+        wrong = differing_cells(rows[:, layers], ids)
         counts["cells"] += wrong.size
         counts["differing_cells"] += int(wrong.sum())
         counts["equal_rows"] += int((~wrong.any(-1)).sum())
         self.by_layer += wrong.sum(0)
-        ordered = np.sort(rows[:, layers].astype(int), -1)
-        repeated = (np.diff(ordered, axis=-1) == 0).any(-1)
-        counts["cells_with_repeated_ids"] += int(repeated.sum())
-        same, truly = ((x[1:] == x[:-1]).all((1, 2)).sum() for x in (ordered, ids))
+        counts["cells_with_repeated_ids"] += int(repeating_cells(rows[:, layers]).sum())
+        same, truly = (
+            (~differing_cells(x[1:], x[:-1])).all(-1).sum() for x in (rows[:, layers], ids)
+        )
         counts["rows_like_the_one_before"] += int(same)
         counts["rows_like_the_one_before_in_the_truth"] += int(truly)
         if wrong.any():
@@ -186,7 +159,7 @@ class Judgement:
         if len(rows) > 1:
             for name, bad in _spoiled(rows, layers).items():
                 cells = self.spoiled.setdefault(name, [0, 0])
-                cells[0] += int(_wrong_cells(bad, ids, layers).sum())
+                cells[0] += int(differing_cells(bad[:, layers], ids).sum())
                 cells[1] += wrong.size
 
     def _compare_tokens(self, answer: Answer, logits: np.ndarray) -> None:
@@ -235,7 +208,8 @@ def judge(truth: Truth, answers: list[Answer], limits: Limits) -> dict[str, Any]
 
 def share_differing(truth: Truth, answers: list[Answer]) -> float:
     """How many cells differ from the truth of a model that was not run."""
-    wrong = [_wrong_cells(a.rows, truth(a.tokens)[0], truth.moe_layers) for a in answers]
+    layers = truth.moe_layers
+    wrong = [differing_cells(a.rows[:, layers], truth(a.tokens)[0]) for a in answers]
     return float(np.concatenate(wrong).mean())
 
 
@@ -248,7 +222,7 @@ def compare_runs(found: list[Answer], other: list[Answer], limits: Limits) -> di
         other_tokens += same < n
         shorter += len(a.tokens) != len(b.tokens)
         length = min(same, len(a.rows), len(b.rows))
-        bad = (np.sort(a.rows[:length], -1) != np.sort(b.rows[:length], -1)).any(-1)
+        bad = differing_cells(a.rows[:length], b.rows[:length])
         rows, total = rows + length, total + n - 1
         equal += int((~bad.any(-1)).sum())
         cells, differing = cells + bad.size, differing + int(bad.sum())

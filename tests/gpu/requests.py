@@ -21,9 +21,9 @@ NUM_REQUESTS = 256
 
 def make_model(directory: Path) -> None:
     """A Qwen3-MoE of six layers, the third one dense, 64 experts, top-8."""
-    from vllm_r3 import tiny
+    from vllm_r3.demo import tiny_models
 
-    tiny.KINDS["gpu"] = (
+    tiny_models.KINDS["gpu"] = (
         "qwen3_moe",
         dict(
             num_hidden_layers=6,
@@ -39,7 +39,7 @@ def make_model(directory: Path) -> None:
             norm_topk_prob=True,
         ),
     )
-    tiny.write_model("gpu", directory)
+    tiny_models.write_model("gpu", directory)
 
 
 def make_requests() -> list[tuple[list[int], int]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_r3.client.shape import RoutesError
+from vllm_r3.client.shape import RoutesError, check_ids
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,8 @@ def pack_rows(
         (T, L, K) int64 for this rank's T tokens, in the router's order.
     """
     _check_samples(samples, num_experts)
-    parts = [
-        _context_share(_closed(rows, len(rows) + 1, num_experts), slicing, num_experts)
-        for rows in samples
-    ]
-    packed = np.concatenate(parts)
+    closed = [_closed(rows, len(rows) + 1, num_experts) for rows in samples]
+    packed = np.concatenate([_context_share(rows, slicing, num_experts) for rows in closed])
     step = slicing.tp_size * slicing.pad_multiple
     packed = _closed(packed, -(-len(packed) // step) * step, num_experts)
     return _sequence_share(packed, slicing)
@@ -109,15 +106,12 @@ def batch_rows(
     columns = []
     for index, (rows, offset) in enumerate(zip(samples, offsets, strict=True)):
         if not 0 <= offset <= seq_len - len(rows) - 1:
-            raise RoutesError(
-                f"sample {index}: {len(rows) + 1} tokens from position {offset} do not fit in "
-                f"{seq_len}"
-            )
+            tokens = f"{len(rows) + 1} tokens from position {offset}"
+            raise RoutesError(f"sample {index}: {tokens} do not fit in {seq_len}")
         column = padding_rows(seq_len, *rows.shape[1:], num_experts)
         column[offset : offset + len(rows)] = rows
         columns.append(_context_share(column, slicing, num_experts))
-    batch = np.stack(columns, axis=1)
-    batch = _sequence_share(batch, slicing)
+    batch = _sequence_share(np.stack(columns, axis=1), slicing)
     return batch.reshape(-1, *batch.shape[2:])
 
 
@@ -126,16 +120,11 @@ def _check_samples(samples: Sequence[np.ndarray], num_experts: int) -> None:
         raise RoutesError("expected at least one sample, got none")
     for index, rows in enumerate(samples):
         if rows.ndim != 3 or rows.shape[1:] != samples[0].shape[1:]:
+            expected = ", ".join(map(str, samples[0].shape[1:]))
             raise RoutesError(
-                f"sample {index}: expected rows (S - 1, {samples[0].shape[1]}, "
-                f"{samples[0].shape[2]}), "
-                f"got {rows.shape}"
+                f"sample {index}: expected rows (S - 1, {expected}), got {rows.shape}"
             )
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < num_experts:
-            raise RoutesError(
-                f"sample {index}: expected expert ids in [0, {num_experts}), got "
-                f"{int(rows.min())} to {int(rows.max())}"
-            )
+        check_ids(rows, num_experts, f"sample {index}")
 
 
 def _closed(rows: np.ndarray, length: int, num_experts: int) -> np.ndarray:
@@ -147,12 +136,9 @@ def _context_share(rows: np.ndarray, slicing: Slicing, num_experts: int) -> np.n
     if slicing.cp_size == 1:
         return rows
     chunks = 2 * slicing.cp_size
-    size = -(-len(rows) // chunks)
-    rows = _closed(rows, size * chunks, num_experts)
-    first, last = slicing.cp_rank, chunks - 1 - slicing.cp_rank
-    return np.concatenate(
-        [rows[first * size : (first + 1) * size], rows[last * size : (last + 1) * size]]
-    )
+    rows = _closed(rows, -(-len(rows) // chunks) * chunks, num_experts)
+    parts = np.split(rows, chunks)
+    return np.concatenate([parts[slicing.cp_rank], parts[chunks - 1 - slicing.cp_rank]])
 
 
 def _sequence_share(rows: np.ndarray, slicing: Slicing) -> np.ndarray:
@@ -162,5 +148,4 @@ def _sequence_share(rows: np.ndarray, slicing: Slicing) -> np.ndarray:
         raise RoutesError(
             f"sequence parallelism needs a multiple of {slicing.tp_size} positions, got {len(rows)}"
         )
-    size = len(rows) // slicing.tp_size
-    return rows[slicing.tp_rank * size : (slicing.tp_rank + 1) * size]
+    return np.split(rows, slicing.tp_size)[slicing.tp_rank]

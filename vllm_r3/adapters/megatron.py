@@ -43,7 +43,7 @@ def target_routers(model: Any) -> list[Router]:
             (which ignores replay without a word), or has no router.
     """
     routers = []
-    for stage, chunk in enumerate(_chunks(model)):
+    for stage, chunk in enumerate(model if isinstance(model, (list, tuple)) else [model]):
         for name, module in _modules_without_mtp(chunk):
             if hasattr(module, "router_replay") and hasattr(module, "layer_number"):
                 routers.append(_checked(f"stage {stage}, {name}", module))
@@ -61,8 +61,7 @@ def layer_tensors(rows: np.ndarray, layers: Iterable[int]) -> list[torch.Tensor]
         if not 0 <= layer < rows.shape[1]:
             raise RoutesError(
                 f"layer {layer}: expected rows of more than {layer} decoder layers, got "
-                f"{rows.shape[1]}; "
-                "rows over MoE layers only need moe_layers when they are decoded"
+                f"{rows.shape[1]}; rows over MoE layers only need moe_layers when they are decoded"
             )
         tensors.append(torch.from_numpy(np.ascontiguousarray(rows[:, layer], dtype=np.int64)))
     return tensors
@@ -77,8 +76,12 @@ def set_replay(model: Any, rows: np.ndarray) -> None:
     """
     routers = target_routers(model)
     tensors = layer_tensors(rows, [router.layer for router in routers])
-    for router, tensor in zip(routers, tensors, strict=True):
-        _check_top_k(router, tensor)
+    for router in routers:
+        if rows.shape[2] != router.module.topk:
+            raise RoutesError(
+                f"{router.name}: expected top_k {router.module.topk}, got {rows.shape[2]} in the "
+                "rows"
+            )
     for router, tensor in zip(routers, tensors, strict=True):
         router.replay.set_target_indices(tensor)
     set_action(model, "replay_forward")
@@ -91,12 +94,18 @@ def set_action(model: Any, action: str | None) -> None:
     With activation recomputation call it with `replay_backward` before the backward pass: the
     recomputed forwards then take the microbatches' rows in the order they were set.
     """
-    action_type = _router_replay().RouterReplayAction
+    try:
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+    except ImportError as error:
+        raise R3Error(
+            f"RouterReplay needs megatron-core 0.16 or newer ({error}): pip install "
+            "'vllm-r3[megatron]'"
+        ) from None
     for router in target_routers(model):
         if action is None:
             router.replay.clear_router_replay_action()
         else:
-            router.replay.set_router_replay_action(action_type(action))
+            router.replay.set_router_replay_action(RouterReplayAction(action))
 
 
 def clear_replay(model: Any) -> None:
@@ -119,7 +128,7 @@ def replaying(model: Any, rows: np.ndarray) -> Iterator[None]:
 def stage_moe_layers(
     config: Any, pp_rank: int, vp_stages: Sequence[int | None] = (None,)
 ) -> list[int]:
-    """Say which global MoE layers a pipeline rank holds, in the order Megatron builds them.
+    """Return which global MoE layers a pipeline rank holds, in the order Megatron builds them.
 
     Args:
         config: Megatron's TransformerConfig.
@@ -142,21 +151,6 @@ def stage_moe_layers(
     return layers
 
 
-def _router_replay() -> Any:
-    try:
-        from megatron.core.transformer.moe import router_replay
-    except ImportError as error:
-        raise R3Error(
-            f"RouterReplay needs megatron-core 0.16 or newer ({error}): pip install "
-            "'vllm-r3[megatron]'"
-        ) from None
-    return router_replay
-
-
-def _chunks(model: Any) -> list[Any]:
-    return list(model) if isinstance(model, (list, tuple)) else [model]
-
-
 def _modules_without_mtp(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if type(module).__name__.startswith(MTP_PREFIX):
         return
@@ -175,10 +169,3 @@ def _checked(name: str, module: Any) -> Router:
     if module.layer_number is None:
         raise R3Error(f"{name}: expected a layer_number, got none")
     return Router(name, module.layer_number - 1, module, module.router_replay)
-
-
-def _check_top_k(router: Router, tensor: torch.Tensor) -> None:
-    if tensor.shape[1] != router.module.topk:
-        raise RoutesError(
-            f"{router.name}: expected top_k {router.module.topk}, got {tensor.shape[1]} in the rows"
-        )

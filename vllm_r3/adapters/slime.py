@@ -47,17 +47,22 @@ def assign_routed_experts(
     Raises:
         RoutesError: the rows do not fit the sample; it is left as it was.
     """
-    name = _name(sample)
+    index = getattr(sample, "index", None)
+    name = "sample" if index is None else f"sample {index}"
     tokens = list(sample.tokens)
     routes = _decode(response, tokens, args, start, choice, name)
     if routes.rows is None:
         return routes.note
-    _check_tail(tokens, routes, name)
     first = routes.count.start
     result = np.empty((max(0, len(tokens) - 1), args.num_layers, args.moe_router_topk), dtype)
     if first:
         held = held_rows(getattr(sample, FIELD, None))
-        _check_held(held, first, result, name)
+        found = (0, *result.shape[1:]) if held is None else held.shape
+        if len(found) != 3 or found[0] < first or found[1:] != result.shape[1:]:
+            raise RoutesError(
+                f"{name}: expected at least {(first, *result.shape[1:])} held rows before start "
+                f"{first}, got {tuple(found)}"
+            )
         result[:first] = held[:first]
     result[first:] = routes.rows
     setattr(sample, FIELD, result)
@@ -69,11 +74,7 @@ def held_rows(value: Any) -> np.ndarray | None:
     if value is None:
         return None
     if isinstance(value, (list, tuple)) and value and hasattr(value[0], "shape"):
-        return np.concatenate([_array(chunk) for chunk in value])
-    return _array(value)
-
-
-def _array(value: Any) -> np.ndarray:
+        return np.concatenate([held_rows(chunk) for chunk in value])
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     try:
@@ -82,69 +83,44 @@ def _array(value: Any) -> np.ndarray:
         return np.empty(0, dtype=object)  # ragged: no caller takes it for rows
 
 
-def _name(sample: Any) -> str:
-    index = getattr(sample, "index", None)
-    return "sample" if index is None else f"sample {index}"
-
-
 def _decode(
     response: Any, tokens: list[int], args: Any, start: int | None, choice: int, name: str
 ) -> ChoiceRoutes:
     shape = RouteShape.from_args(args)
     if shape.num_layers is None or shape.top_k is None:
         raise RoutesError(f"{name}: args must have num_layers and moe_router_topk")
+    num_prompt = None  # of the sample, where the answer leaves it out as the generate endpoint does
+    for part in response.get("choices") or [] if isinstance(response, dict) else []:
+        if part.get("index", 0) == choice and part.get("token_ids") is not None:
+            num_prompt = len(tokens) - len(part["token_ids"])
     routes = decode_choice(
-        response, choice, num_prompt=_num_prompt(response, tokens, choice), start=start,
-        shape=shape, request=name,
-    )  # fmt: skip
-    if routes.count.num_tokens != len(tokens) and routes.rows is not None:
+        response, choice, num_prompt=num_prompt, start=start, shape=shape, request=name
+    )
+    count, generated = routes.count, list(routes.token_ids or [])
+    if routes.rows is not None and count.num_tokens != len(tokens):
         raise RoutesError(
             f"{name}: expected an answer that ends at {len(tokens)} tokens, got "
-            f"{routes.count.num_prompt} + {routes.count.num_generated}: "
-            "append its tokens to sample.tokens first"
+            f"{count.num_prompt} + {count.num_generated}: append its tokens to sample.tokens first"
         )
-    return routes
-
-
-def _num_prompt(response: Any, tokens: list[int], choice: int) -> int | None:
-    """Derive P from the sample where the answer leaves it out, as the generate endpoint does."""
-    parts = response.get("choices") if isinstance(response, dict) else None
-    for part in parts or []:
-        if part.get("index", 0) == choice and part.get("token_ids") is not None:
-            return len(tokens) - len(part["token_ids"])
-    return None
-
-
-def _check_tail(tokens: list[int], routes: ChoiceRoutes, name: str) -> None:
-    generated = routes.token_ids or []
-    if generated and tokens[len(tokens) - len(generated) :] != list(generated):
+    if routes.rows is not None and tokens[len(tokens) - len(generated) :] != generated:
         raise RoutesError(
             f"{name}: expected sample.tokens to end with the answer's {len(generated)} tokens, "
             "got others"
         )
+    return routes
 
 
-def _check_held(held: np.ndarray | None, first: int, result: np.ndarray, name: str) -> None:
-    found = (0, *result.shape[1:]) if held is None else held.shape
-    if len(found) != 3 or found[0] < first or found[1:] != result.shape[1:]:
-        raise RoutesError(
-            f"{name}: expected at least {(first, *result.shape[1:])} held rows before start "
-            f"{first}, "
-            f"got {tuple(found)}"
-        )
-
-
-# flag, argument, what stock 0.21.0 must be told for rows to come out whole
-_STOCK_021 = [
-    ("--no-async-scheduling", "vllm_async_scheduling", "stock 0.21 refuses it with routed experts"),
-    ("--no-enable-prefix-caching", "vllm_enable_prefix_caching", "cached rows come back as zeros"),
-]
-# passed on as the user asked, never added on our own
+# flag, argument: passed on as the user asked, never added on our own; the last two are ours alone
 _ASKED = [
     ("--enable-expert-parallel", "vllm_enable_expert_parallel"),
     ("--expert-placement-strategy", "vllm_expert_placement_strategy"),
     ("--routed-experts-encoding", "vllm_routed_experts_encoding"),
     ("--routed-experts-layout", "vllm_routed_experts_layout"),
+]
+# flag, argument, what stock 0.21.0 must be told for rows to come out whole
+_STOCK_021 = [
+    ("--no-async-scheduling", "vllm_async_scheduling", "stock 0.21 refuses it with routed experts"),
+    ("--no-enable-prefix-caching", "vllm_enable_prefix_caching", "cached rows come back as zeros"),
 ]
 SERVERS = ("r3", "0.21", "0.22")
 
@@ -171,32 +147,18 @@ def engine_flags(args: Any, *, server: str = "r3") -> list[str]:
         return []
     flags = ["--enable-return-routed-experts"]
     for flag, name in _ASKED if server == "r3" else _ASKED[:2]:
-        flags += _asked(args, flag, name)
-    if server == "0.21":
-        flags += _needed_by_stock(args)
-    return flags
-
-
-def _asked(args: Any, flag: str, name: str) -> list[str]:
-    value = getattr(args, name, None)
-    if not _overrode(args, name) or value is None or value is False:
-        return []
-    return [flag] if value is True else [flag, str(value)]
-
-
-def _needed_by_stock(args: Any) -> list[str]:
-    flags = []
-    for flag, name, why in _STOCK_021:
+        value = getattr(args, name, None)
+        if _overrode(args, name) and value not in (None, False):
+            flags += [flag] if value is True else [flag, str(value)]
+    for flag, name, why in _STOCK_021 if server == "0.21" else []:
         if not _overrode(args, name):
             flags.append(flag)
         elif getattr(args, name):
-            warnings.warn(f"--{name.replace('_', '-')} is kept as set, but {why}", stacklevel=3)
+            warnings.warn(f"--{name.replace('_', '-')} is kept as set, but {why}", stacklevel=2)
     return flags
 
 
 def _overrode(args: Any, name: str) -> bool:
-    """Say whether the user named this flag: vime lists those, else any value but None counts."""
+    """Return whether the user named this flag: vime lists those, else any value but None counts."""
     provided: Sequence[str] | None = getattr(args, "_vllm_user_provided", None)
-    if provided is not None:
-        return name in provided
-    return getattr(args, name, None) is not None
+    return getattr(args, name, None) is not None if provided is None else name in provided

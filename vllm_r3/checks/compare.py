@@ -1,7 +1,7 @@
 """One prompt, two servers, side by side: shapes, dtypes, agreement per layer, the first difference.
 
 Both answer the same token ids greedily; where their texts part, rows stop being comparable, so only
-rows of the shared tokens count. Cells are compared as sets of experts. It imports numpy only.
+rows of the shared tokens count. It imports numpy only.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_r3.checks.target import Target, connect
+from vllm_r3.checks.connect import Connection, connect
+from vllm_r3.checks.rows import differing_cells
 from vllm_r3.client import ChoiceRoutes, RouteShape
 from vllm_r3.client.npy import decode_segment
+from vllm_r3.client.rollout import common_prefix
 from vllm_r3.client.servers import read_answer
 from vllm_r3.errors import R3Error
 
 
 @dataclass(frozen=True)
 class Side:
-    """One server's half: what it is, its rows and tokens, and what it sent on the wire."""
+    """One server's half: what it is, its decoded answer, and what it sent on the wire."""
 
-    target: Target
+    server: Connection
     routes: ChoiceRoutes
-    tokens: list[int]
     wire: str
 
 
@@ -38,30 +39,27 @@ class Comparison:
     """
 
     sides: tuple[Side, Side]
-    prompt: int
     shared: int
     agreement: np.ndarray
     first: tuple[int, int] | None
 
     def passed(self, min_agreement: float) -> bool:
-        """Every layer agrees in at least this share of rows."""
+        """Return whether every layer agrees in at least this share of rows."""
         return bool((self.agreement >= min_agreement).all())
 
     def lines(self) -> list[str]:
         """The comparison as text."""
-        text = []
-        for name, side in zip("AB", self.sides, strict=True):
-            rows = side.routes.rows
-            text.append(
-                f"{name}  {side.target.http.url}  {side.target.kind} {side.target.version}  "
-                f"rows {rows.shape} from {side.wire}"
-            )
-        text.append(f"{self.prompt} prompt tokens, {self.shared} rows compared")
-        text.append("layer  agreeing rows")
+        text = [
+            f"{name}  {side.server.url}  {side.server.kind} {side.server.version}  "
+            f"rows {side.routes.rows.shape} from {side.wire}"
+            for name, side in zip("AB", self.sides, strict=True)
+        ]
+        prompt = self.sides[0].routes.count.num_prompt
+        text += [f"{prompt} prompt tokens, {self.shared} rows compared", "layer  agreeing rows"]
         text += [f"{layer:5}  {share:8.2%}" for layer, share in enumerate(self.agreement)]
         if self.first is not None:
             row, layer = self.first
-            a, b = (np.sort(side.routes.rows[row, layer]).tolist() for side in self.sides)
+            a, b = (sorted(side.routes.rows[row, layer].tolist()) for side in self.sides)
             text.append(f"first difference at row {row}, layer {layer}: A {a}, B {b}")
         return text
 
@@ -84,48 +82,34 @@ def compare_servers(
     Raises:
         R3Error: a server does not answer, or the answers are of different models.
     """
-    targets = [connect(url, timeout) for url in (url_a, url_b)]
+    servers = [connect(url, timeout) for url in (url_a, url_b)]
     shape = shape or RouteShape()
-    for target in targets:
-        shape = shape.joined(target.shape, target.http.url)
-    tokens = min((target.prompt(prompt_tokens, max_tokens) for target in targets), key=len)
-    first, second = (_ask(target, tokens, max_tokens, shape) for target in targets)
-    return compare_sides(first, second, tokens)
+    for server in servers:
+        shape = shape.joined(server.shape, server.url)
+    tokens = min((server.prompt(prompt_tokens, max_tokens) for server in servers), key=len)
+    return compare_sides(*(_ask(server, tokens, max_tokens, shape) for server in servers))
 
 
-def _ask(target: Target, tokens: list[int], max_tokens: int, shape: RouteShape) -> Side:
-    reply = target.generate(tokens, max_tokens)
-    routes = target.routes(reply, len(tokens), shape)
-    if routes.rows is None:
-        raise R3Error(f"{target.http.url}: {routes.note}")
-    if routes.token_ids is None:
-        raise R3Error(f"{target.http.url}: expected token ids in the answer, got none")
-    return Side(target, routes, list(routes.token_ids), _wire(reply.body))
-
-
-def _wire(body: object) -> str:
-    raw = read_answer(body).choices[0]
-    sent = decode_segment(raw.generated, "answer")
+def _ask(server: Connection, tokens: list[int], max_tokens: int, shape: RouteShape) -> Side:
+    reply = server.generate(tokens, max_tokens)
+    routes = server.routes(reply, len(tokens), shape=shape)
+    if routes.rows is None or routes.token_ids is None:
+        raise R3Error(f"{server.url}: {routes.note or 'expected token ids, got none'}")
+    raw = read_answer(reply.body).choices[0]
     form = "base64" if isinstance(raw.generated, str) else "lists"
-    return f"{raw.layout or 'full'} {form} {'' if sent is None else sent.dtype}".rstrip()
+    dtype = getattr(decode_segment(raw.generated, "answer"), "dtype", "")
+    return Side(server, routes, f"{raw.layout or 'full'} {form} {dtype}".rstrip())
 
 
-def compare_sides(first: Side, second: Side, tokens: list[int]) -> Comparison:
+def compare_sides(first: Side, second: Side) -> Comparison:
     """Compare the rows of two answers to the same prompt."""
     a, b = first.routes.rows, second.routes.rows
     if a.shape[1:] != b.shape[1:]:
         raise R3Error(f"expected rows of one model, got A {a.shape} and B {b.shape}")
-    same = next(
-        (
-            at
-            for at, (one, two) in enumerate(zip(first.tokens, second.tokens, strict=False))
-            if one != two
-        ),
-        min(len(first.tokens), len(second.tokens)),
-    )
+    same = common_prefix(first.routes.token_ids, second.routes.token_ids)
     # row i needs tokens 0..i only, so the rows up to the last shared token count
-    shared = min(len(a), len(b), len(tokens) + same)
-    equal = (np.sort(a[:shared], axis=2) == np.sort(b[:shared], axis=2)).all(axis=2)
-    agreement = equal.mean(axis=0) if shared else np.ones(a.shape[1])
-    first_at = None if equal.all() else tuple(int(n) for n in np.argwhere(~equal)[0])
-    return Comparison((first, second), len(tokens), shared, agreement, first_at)
+    shared = min(len(a), len(b), first.routes.count.num_prompt + same)
+    differ = differing_cells(a[:shared], b[:shared])
+    agreement = 1 - differ.mean(axis=0) if shared else np.ones(a.shape[1])
+    first_at = tuple(int(n) for n in np.argwhere(differ)[0]) if differ.any() else None
+    return Comparison((first, second), shared, agreement, first_at)

@@ -1,19 +1,52 @@
-"""Talk to a server under test: JSON over the standard library's HTTP client, errors in words."""
+"""The one HTTP client: a server under test, what it says of itself, one request in its dialect.
+
+Knows this project's servers, stock vLLM and SGLang. JSON over the standard library, errors in
+words; of the rest it imports numpy only.
+"""
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm_r3.client import ChoiceRoutes, RouteShape, decode_choice
 from vllm_r3.errors import R3Error
 
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
+INFO = "/routed_experts/info"
+VERSIONS = {"/version": "vllm", "/server_info": "sglang", "/get_server_info": "sglang"}
 TEXT = (
     "A router picks a few experts for every token, and the trainer must pick the same ones. "
     "Count from one to twelve, name the seas, then say why the order of the layers matters. "
 )
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def send(method: str, url: str, body: Any = None, timeout: float = 600.0) -> tuple[int, bytes]:
+    """Send one request, a JSON body if given; return the status and the raw answer.
+
+    Raises:
+        OSError: no connection; also when the server closed it without an answer.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        near = urllib.parse.urlsplit(url).hostname in LOOPBACK  # a proxy could not reach it
+        opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * near)
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, data, headers, method=method)
+        try:
+            answer = opener.open(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            return answer.status, answer.read()
+    except (http.client.HTTPException, ValueError) as error:
+        raise ConnectionError(f"no answer from {url}: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -31,36 +64,101 @@ class Reply:
         return f"HTTP {self.status}" + (f", {message}" if message else "")
 
 
-class Http:
-    """One server's address."""
+@dataclass(frozen=True)
+class Connection:
+    """A server and what it said at the first contact.
 
-    def __init__(self, url: str, timeout: float = 600.0) -> None:
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/")
-        self.timeout = timeout
+    Attributes:
+        kind: `r3`, `vllm` or `sglang`.
+        model: the served model's name.
+        max_len: the longest sequence, None where unknown.
+        info: the body of `/routed_experts/info`, empty where there is none.
+    """
+
+    url: str
+    timeout: float = 600.0
+    kind: str = ""
+    version: str = ""
+    model: str | None = None
+    max_len: int | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> RouteShape:
+        """What the server says of its model."""
+        return RouteShape.from_meta(self.info)
 
     def get(self, path: str) -> Reply:
         """GET a path."""
-        return self._send(urllib.request.Request(self.url + path))
+        return self._reply("GET", path)
 
     def post(self, path: str, body: dict[str, Any]) -> Reply:
         """POST a JSON body to a path."""
-        data = json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        return self._send(urllib.request.Request(self.url + path, data, headers))
+        return self._reply("POST", path, body)
 
-    def _send(self, request: urllib.request.Request) -> Reply:
+    def _reply(self, method: str, path: str, body: Any = None) -> Reply:
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                return Reply(answer.status, _parsed(answer.read()))
-        except urllib.error.HTTPError as error:
-            return Reply(error.code, _parsed(error.read()))
-        except (OSError, ValueError) as error:
+            status, data = send(method, self.url + path, body, self.timeout)
+        except OSError as error:
             reason = getattr(error, "reason", error)
-            raise R3Error(f"{request.full_url}: expected a server, got {reason}") from None
+            raise R3Error(f"{self.url}{path}: expected a server, got {reason}") from None
+        try:
+            return Reply(status, json.loads(data))
+        except ValueError:
+            return Reply(status, None)
+
+    def prompt(self, length: int, room: int = 16) -> list[int]:
+        """Return `length` token ids of plain text, fewer where the model holds fewer."""
+        if self.max_len is not None:
+            length = min(length, self.max_len - room)
+        if length < 1:
+            raise R3Error(
+                f"{self.url}: expected room for a prompt, got a limit of {self.max_len} tokens"
+            )
+        reply = self.post("/tokenize", {"model": self.model, "prompt": TEXT})
+        body = reply.body if isinstance(reply.body, dict) else {}
+        some = body.get("tokens") or list(range(3, 60))
+        return [some[at % len(some)] for at in range(length)]
+
+    def generate(self, tokens: list[int], max_tokens: int, **more: Any) -> Reply:
+        """Generate greedily from token ids, in the server's own dialect."""
+        params = {"temperature": 0.0, "ignore_eos": True}
+        if self.kind == "sglang":
+            params["max_new_tokens"] = max_tokens
+            body = {"input_ids": tokens, "sampling_params": params, "return_routed_experts": True}
+            return self.post("/generate", {**body, **more})
+        params["max_tokens"] = max_tokens
+        body = {"model": self.model, "token_ids": tokens, "sampling_params": params}
+        return self.post(GENERATE, {**body, **more})
+
+    def openai(self, path: str, max_tokens: int, **more: Any) -> Reply:
+        """The same through `/v1/completions` (prompt) or `/v1/chat/completions` (messages)."""
+        body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0.0}
+        return self.post(path, {**body, "ignore_eos": True, "return_token_ids": True, **more})
+
+    def routes(self, reply: Reply, num_prompt: int | None, **more: Any) -> ChoiceRoutes:
+        """Decode the first choice of a reply, or say why that cannot be."""
+        if reply.status != 200:
+            raise R3Error(f"{self.url}: expected HTTP 200, got {reply.why()}")
+        return decode_choice(reply.body, num_prompt=num_prompt, **{"shape": self.shape, **more})
 
 
-def _parsed(data: bytes) -> Any:
-    try:
-        return json.loads(data)
-    except ValueError:
-        return None
+def connect(url: str, timeout: float = 600.0) -> Connection:
+    """Reach a server and learn what it is.
+
+    Raises:
+        R3Error: nothing answers there, or nothing that is known.
+    """
+    server = Connection((url if "://" in url else f"http://{url}").rstrip("/"), timeout)
+    info = server.get(INFO)
+    models = server.get("/v1/models").body
+    first = (models.get("data") if isinstance(models, dict) else None) or [{}]
+    server = replace(server, model=first[0].get("id"), max_len=first[0].get("max_model_len"))
+    if info.status == 200 and isinstance(info.body, dict):
+        version = str(info.body.get("version"))
+        return replace(server, kind="r3", version=version, info=info.body)
+    for path, kind in VERSIONS.items():
+        reply = server.get(path)
+        if reply.status == 200 and isinstance(reply.body, dict) and "version" in reply.body:
+            return replace(server, kind=kind, version=str(reply.body["version"]))
+    raise R3Error(f"{server.url}: expected a vLLM or SGLang server, got no {', '.join(VERSIONS)}")

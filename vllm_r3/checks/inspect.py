@@ -7,16 +7,19 @@ needs numpy; the heat map matplotlib, the rollout file torch, both imported when
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vllm_r3.adapters.slime import FIELD, held_rows
+from vllm_r3.checks.connect import connect
 from vllm_r3.checks.rollout import load_samples
-from vllm_r3.checks.target import connect
 from vllm_r3.client import RouteShape, decode_answer
+from vllm_r3.client.shape import check_ids
 from vllm_r3.errors import R3Error
 
 
@@ -62,17 +65,14 @@ def expert_load(arrays: Iterable[np.ndarray], shape: RouteShape) -> ExpertLoad:
     sides = {rows.shape[1:] for rows in arrays}
     if len(sides) != 1:
         raise R3Error(f"expected rows of one model, got sides {sorted(sides)}")
-    layers, top_k = arrays[0].shape[1:]
-    low, high = min(int(rows.min()) for rows in arrays), max(int(rows.max()) for rows in arrays)
-    experts = shape.num_experts or high + 1
-    if low < 0 or high >= experts:
-        raise R3Error(f"expected expert ids in [0, {experts}), got {low} to {high}")
-    counts = np.zeros((layers, experts), np.int64)
-    for layer in range(layers) if shape.moe_layers is None else shape.moe_layers:
-        ids = np.concatenate([rows[:, layer].ravel() for rows in arrays])
-        if shape.moe_layers is not None or ids.any():
-            counts[layer] = np.bincount(ids, minlength=experts)
-    return ExpertLoad(counts, sum(map(len, arrays)), top_k)
+    rows = np.concatenate(arrays)
+    check_ids(rows, shape.num_experts, "rows")
+    experts = shape.num_experts or int(rows.max()) + 1
+    counts = np.zeros((rows.shape[1], experts), np.int64)
+    for layer in range(len(counts)) if shape.moe_layers is None else shape.moe_layers:
+        if shape.moe_layers is not None or rows[:, layer].any():
+            counts[layer] = np.bincount(rows[:, layer].ravel(), minlength=experts)
+    return ExpertLoad(counts, len(rows), rows.shape[2])
 
 
 def read_rows(source: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteShape]:
@@ -82,50 +82,55 @@ def read_rows(source: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteSh
     path = Path(source)
     if not path.is_file():
         raise R3Error(f"{source}: expected a file or an address http://..., found neither")
-    if path.suffix == ".npy":
-        return [_checked(np.load(path, allow_pickle=False), source)], shape
     if path.suffix == ".json":
-        routes = decode_answer(json.loads(path.read_text(encoding="utf-8")), shape=shape)
-        return [choice.rows for choice in routes if choice.rows is not None], shape
-    held = [held_rows(sample.get(FIELD)) for sample in load_samples(path)]
-    return [_checked(rows, source) for rows in held if rows is not None and rows.size], shape
-
-
-def _checked(rows: np.ndarray, source: str) -> np.ndarray:
-    if rows.ndim != 3 or rows.dtype.kind not in "iu":
-        raise R3Error(
-            f"{source}: expected integer rows [rows, layers, top_k], got {rows.dtype} {rows.shape}"
-        )
-    return rows
+        answer = json.loads(path.read_text(encoding="utf-8"))
+        found = [choice.rows for choice in decode_answer(answer, shape=shape)]
+    elif path.suffix == ".npy":
+        found = [np.load(path, allow_pickle=False)]
+    else:
+        found = [held_rows(sample.get(FIELD)) for sample in load_samples(path)]
+    found = [rows for rows in found if rows is not None and rows.size]
+    for rows in found:
+        if rows.ndim != 3 or rows.dtype.kind not in "iu":
+            raise R3Error(
+                f"{source}: expected integer rows (rows, L, K), got {rows.dtype} {rows.shape}"
+            )
+    return found, shape
 
 
 def _from_server(url: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteShape]:
-    target = connect(url)
-    shape = shape.joined(target.shape, url)
-    tokens = target.prompt(256, 64)
-    routes = target.routes(target.generate(tokens, 64), len(tokens), shape)
+    server = connect(url)
+    shape = shape.joined(server.shape, url)
+    tokens = server.prompt(256, 64)
+    routes = server.routes(server.generate(tokens, 64), len(tokens), shape=shape)
     return [] if routes.rows is None else [routes.rows], shape
+
+
+@contextmanager
+def drawing(path: str | Path) -> Iterator[Any]:
+    """Give axes to draw on, and save them as a PNG."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise R3Error(f"drawing needs matplotlib ({error}): pip install 'vllm-r3[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
+    yield axes
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def heat_map(load: ExpertLoad, path: str | Path) -> None:
     """Draw the load, layers down and experts across, 1 being even, into a PNG."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise R3Error(
-            f"the heat map needs matplotlib ({error}): pip install 'vllm-r3[plot]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     mean = np.maximum(1e-9, load.counts_LE.mean(axis=1, keepdims=True))
-    figure, axes = pyplot.subplots(figsize=(10, 5), layout="constrained")
-    image = axes.imshow(
-        load.counts_LE / mean, aspect="auto", cmap="viridis", interpolation="nearest"
-    )
-    axes.set(xlabel="expert", ylabel="decoder layer", title=f"expert load over {load.rows} rows")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, label="times an even load")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawing(path) as axes:
+        image = axes.imshow(
+            load.counts_LE / mean, aspect="auto", cmap="viridis", interpolation="nearest"
+        )
+        title = f"expert load over {load.rows} rows"
+        axes.set(xlabel="expert", ylabel="decoder layer", title=title)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        axes.figure.colorbar(image, label="times an even load")

@@ -1,11 +1,16 @@
 """Check a rollout file: does every sample hold rows that a trainer can replay?
 
 Reads slime's and vime's debug files, `{"rollout_id": ..., "samples": [{...}, ...]}` as written by
-`--save-debug-rollout-data`, and gives one verdict a sample. Needs torch to read the file.
+`--save-debug-rollout-data`, without running what is in them, and gives one verdict a sample. Needs
+torch to read the file, imported when called.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import pickle
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from vllm_r3.adapters.slime import FIELD, held_rows
-from vllm_r3.checks import torchfile
-from vllm_r3.checks.values import find_problems
+from vllm_r3.checks.rows import find_problems
 from vllm_r3.client.shape import RouteShape
 from vllm_r3.errors import R3Error
 
@@ -50,19 +54,14 @@ class RolloutReport:
     def broken(self) -> list[Verdict]:
         """Samples that hold wrong rows, or none though one was needed."""
         needed = self.min_with_routing is None
-        return [
-            v
-            for v in self.verdicts
-            if v.kind != OK and (v.kind != MISSING or (needed and not v.aborted))
-        ]
+        wanted = [v for v in self.verdicts if v.kind != MISSING or (needed and not v.aborted)]
+        return [verdict for verdict in wanted if verdict.kind != OK]
 
     @property
     def passed(self) -> bool:
-        """No broken sample, and rows in as many samples as were asked for."""
-        enough = self.with_routing >= (
-            1 if self.min_with_routing is None else self.min_with_routing
-        )
-        return enough and not self.broken
+        """Return whether none is broken and as many hold rows as were asked for."""
+        needed = 1 if self.min_with_routing is None else self.min_with_routing
+        return self.with_routing >= needed and not self.broken
 
     def lines(self) -> list[str]:
         """The report as text: one line a broken sample, then the sums."""
@@ -70,14 +69,12 @@ class RolloutReport:
         for verdict in self.broken:
             text.append(f"{verdict.sample}: {verdict.kind}")
             text += [f"  {detail}" for detail in verdict.details]
-        counts = Counter(verdict.kind for verdict in self.verdicts)
-        text.append(f"{self.path}: {len(self.verdicts)} samples, {self.with_routing} with routing")
+        counts, found = Counter(v.kind for v in self.verdicts), self.with_routing
+        text.append(f"{self.path}: {len(self.verdicts)} samples, {found} with routing")
         text += [f"  {count} {kind}" for kind, count in sorted(counts.items())]
-        if self.min_with_routing is not None and self.with_routing < self.min_with_routing:
-            text.append(
-                f"expected at least {self.min_with_routing} samples with routing, got "
-                f"{self.with_routing}"
-            )
+        if found < (self.min_with_routing or 0):
+            least = self.min_with_routing
+            text.append(f"expected at least {least} samples with routing, got {found}")
         return text
 
 
@@ -101,23 +98,17 @@ def verify_rollout(
 
 def load_samples(path: str | Path) -> list[Mapping[str, Any]]:
     """Read the samples of a debug-rollout file."""
-    content = torchfile.load(path)
+    content = load_torch_file(path)
     samples = content.get("samples") if isinstance(content, Mapping) else content
-    if not isinstance(samples, Sequence) or not all(
-        isinstance(sample, Mapping) for sample in samples
-    ):
+    if not isinstance(samples, Sequence) or not all(isinstance(s, Mapping) for s in samples):
+        named = f"a dict of {sorted(map(str, content))}" if isinstance(content, Mapping) else ""
         raise R3Error(
-            f"{path}: expected {{'rollout_id': ..., 'samples': [...]}}, got {_describe(content)}"
+            f"{path}: expected {{'rollout_id': ..., 'samples': [...]}}, got "
+            f"{named or type(content).__name__}"
         )
     if not samples:
         raise R3Error(f"{path}: expected samples, got an empty list")
     return list(samples)
-
-
-def _describe(content: Any) -> str:
-    if isinstance(content, Mapping):
-        return f"a dict of {sorted(map(str, content))}"
-    return type(content).__name__
 
 
 def judge(sample: Mapping[str, Any], shape: RouteShape, index: int = 0) -> Verdict:
@@ -132,9 +123,8 @@ def judge(sample: Mapping[str, Any], shape: RouteShape, index: int = 0) -> Verdi
     if kind:
         return Verdict(name, kind, (detail,), aborted)
     problems = find_problems(rows, shape)
-    if problems:
-        return Verdict(name, problems[0].kind, tuple(map(str, problems)), aborted)
-    return Verdict(name, OK, (), aborted)
+    details = tuple(f"{kind}: {what}" for kind, what in problems.items())
+    return Verdict(name, next(iter(problems), OK), details, aborted)
 
 
 def _misfit(rows: np.ndarray, tokens: int, shape: RouteShape) -> tuple[str, str]:
@@ -148,3 +138,47 @@ def _misfit(rows: np.ndarray, tokens: int, shape: RouteShape) -> tuple[str, str]
         if expected[axis] is not None and rows.shape[axis] != expected[axis]:
             return kind, told
     return "", ""
+
+
+def load_torch_file(path: str | Path) -> Any:
+    """Return what a torch file holds: containers, numbers, strings, tensors and numpy arrays.
+
+    `torch.load(weights_only=True)` with numpy's array types allowed beside its own; anything else
+    in the file is refused by name.
+
+    Raises:
+        R3Error: no such file, no torch, not a torch file, or one that holds other objects.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise R3Error(f"torch files need torch ({error}): pip install 'vllm-r3[replay]'") from None
+    if not Path(path).is_file():
+        raise R3Error(f"{path}: expected a torch file, found none")
+    try:
+        with torch.serialization.safe_globals(_numpy_globals()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
+        name = found.group(1) or found.group(2) if found else "what its restricted reader refuses"
+        raise R3Error(
+            f"{path}: expected plain data, tensors and numpy arrays, got {name}, which is not "
+            "loaded"
+        ) from None
+    except Exception as error:  # a damaged file makes the restricted reader raise anything
+        raise R3Error(f"{path}: expected a torch file, got an unreadable one: {error!r}") from None
+
+
+def _numpy_globals() -> list[Any]:
+    """The names that numpy arrays and scalars of numbers are pickled with, in numpy 1 and 2."""
+    allowed: list[Any] = [np.ndarray, np.dtype]
+    dtypes = getattr(np, "dtypes", None)
+    for name in dir(dtypes):
+        if name.endswith("DType") and not name.startswith(("Object", "Void")):
+            allowed.append(getattr(dtypes, name))
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+        with contextlib.suppress(ImportError, AttributeError):
+            core = importlib.import_module(module)
+            for name in ("_reconstruct", "scalar"):
+                allowed.append((getattr(core, name), f"{module}.{name}"))
+    return allowed

@@ -4,7 +4,7 @@
     held rows     r0 ... r(n-2)
     next request  start = n - 1             its first row is t(n-1)'s real one
 
-Rows are kept as the segments that came and joined once, at the end. It imports numpy only.
+It imports numpy only.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class RolloutRoutes:
     Send `routed_experts_prompt_start=rollout.next_start` with each request, then call `add_turn`.
     When rows come again (a resume that starts earlier, or a server that ignores the start), the new
     ones replace the old from there on, so no row is ever doubled.
+
+    Attributes:
+        versions: the weight version of each held row, None where the server did not say.
     """
 
     def __init__(self, shape: RouteShape = UNKNOWN, name: str = "rollout") -> None:
@@ -43,23 +46,18 @@ class RolloutRoutes:
         self.name = name
         self.tokens: list[int] = []
         self.turns: list[Turn] = []
-        self._segments: list[np.ndarray] = []
-        self._versions: list[str | None] = []
+        self.versions: list[str | None] = []
+        self._rows = np.zeros((0, shape.num_layers or 0, shape.top_k or 0), np.uint8)
 
     @property
     def num_rows(self) -> int:
         """Rows held, for tokens [0, num_rows)."""
-        return sum(len(segment) for segment in self._segments)
+        return len(self._rows)
 
     @property
     def next_start(self) -> int:
         """What to send as `routed_experts_prompt_start` with the next request."""
         return self.num_rows
-
-    @property
-    def versions(self) -> list[str | None]:
-        """The weight version of each held row, None where the server did not say."""
-        return list(self._versions)
 
     @property
     def missing_rows(self) -> int:
@@ -89,7 +87,7 @@ class RolloutRoutes:
                 f"{self.name}: expected token_ids in choice {choice}, got none: ask with "
                 "return_token_ids true"
             )
-        start, common = routes.count.start, self._common(prompt)
+        start, common = routes.count.start, common_prefix(self.tokens, prompt)
         if common < min(start, len(self.tokens)):  # rows before `start` would be of other tokens
             raise RoutesError(
                 f"{self.name}: the prompt differs from the held tokens at position {common}, "
@@ -98,7 +96,7 @@ class RolloutRoutes:
         if routes.rows is not None:
             self.put(routes.rows, start=start, versions=routes.versions)
         else:
-            self._cut_rows(min(self.num_rows, common, max(0, len(prompt) - 1)))
+            self._keep(min(common, max(0, len(prompt) - 1)))
         self.tokens = prompt + list(routes.token_ids)
         rows = 0 if routes.rows is None else len(routes.rows)
         turn = Turn(start, rows, routes.count.num_generated, routes.finish_reason, routes.note)
@@ -119,15 +117,16 @@ class RolloutRoutes:
                 f"{self.name}: {held} rows are held, so the next ones must start in [0, {held}], "
                 f"got {start}: send routed_experts_prompt_start={held}"
             )
-        if versions is not None and len(versions) != len(rows):
+        versions = [None] * len(rows) if versions is None else versions
+        if len(versions) != len(rows):
             raise RoutesError(f"{self.name}: expected {len(rows)} versions, got {len(versions)}")
         if len(rows):
             found = RouteShape(num_layers=rows.shape[1], top_k=rows.shape[2])
             self.shape = self.shape.joined(found, self.name)
-        self._cut_rows(start)
+        self._keep(start)
         if len(rows):
-            self._segments.append(rows)
-            self._versions.extend(versions if versions is not None else [None] * len(rows))
+            self._rows = np.concatenate([self._rows, rows]) if start else rows
+            self.versions.extend(versions)
 
     def truncate(self, num_tokens: int) -> None:
         """Drop everything after the first `num_tokens` tokens (a cut response)."""
@@ -136,14 +135,13 @@ class RolloutRoutes:
                 f"{self.name}: expected to keep [0, {len(self.tokens)}] tokens, got {num_tokens}"
             )
         self.tokens = self.tokens[:num_tokens]
-        self._cut_rows(min(self.num_rows, max(0, num_tokens - 1)))
+        self._keep(max(0, num_tokens - 1))
 
     def finish(self, tokens: Sequence[int] | None = None) -> np.ndarray:
         """Return the rows as one array (len(tokens) - 1, L, K).
 
         Args:
-            tokens: the trainer's own token ids, held against those of the rollout; default: the
-                rollout's.
+            tokens: the trainer's own token ids, to be held against those of the rollout.
 
         Raises:
             RoutesError: tokens differ, or rows are missing.
@@ -151,34 +149,22 @@ class RolloutRoutes:
         if tokens is not None and [int(token) for token in tokens] != self.tokens:
             raise RoutesError(
                 f"{self.name}: expected the rollout's {len(self.tokens)} tokens, got {len(tokens)} "
-                f"that differ from position {self._common(tokens)}"
+                f"that differ from position {common_prefix(self.tokens, tokens)}"
             )
-        if self.missing_rows != 0:
+        if self.missing_rows:
             note = f" ({self.turns[-1].note})" if self.turns and self.turns[-1].note else ""
             raise RoutesError(
                 f"{self.name}: expected {max(0, len(self.tokens) - 1)} rows for "
                 f"{len(self.tokens)} tokens, got {self.num_rows}{note}: resume from start "
                 f"{self.next_start}, or truncate"
             )
-        if not self._segments:
-            return np.zeros((0, self.shape.num_layers or 0, self.shape.top_k or 0), np.uint8)
-        if len(self._segments) > 1:
-            self._segments = [np.concatenate(self._segments)]
-        return self._segments[0]
+        return self._rows
 
-    def _common(self, tokens: Sequence[int]) -> int:
-        pairs = zip(self.tokens, tokens, strict=False)
-        return next(
-            (at for at, (mine, other) in enumerate(pairs) if mine != other),
-            min(len(self.tokens), len(tokens)),
-        )
+    def _keep(self, rows: int) -> None:
+        self._rows, self.versions = self._rows[:rows], self.versions[:rows]
 
-    def _cut_rows(self, keep: int) -> None:
-        kept: list[np.ndarray] = []
-        for segment in self._segments:
-            room = keep - sum(len(part) for part in kept)
-            if room <= 0:
-                break
-            kept.append(segment[:room])
-        self._segments = kept
-        self._versions = self._versions[:keep]
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two sequences share from the first one on."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

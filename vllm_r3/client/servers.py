@@ -35,15 +35,15 @@ class RawChoice:
     """
 
     index: int
-    prompt: Any = None
-    generated: Any = None
-    layout: str | None = None
-    start: int | None = None
-    num_prompt: int | None = None
-    num_generated: int | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    spans: list[tuple[str, int, int]] | None = None
+    prompt: Any
+    generated: Any
+    layout: str | None
+    start: int | None
+    num_prompt: int | None
+    num_generated: int | None
+    token_ids: list[int] | None
+    finish_reason: str | None
+    spans: list[tuple[str, int, int]] | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RawAnswer:
     """An answer's choices with what the server says of the model."""
 
     request: str
-    choices: list[RawChoice] = field(default_factory=list)
+    choices: list[RawChoice]
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -65,26 +65,21 @@ def read_answer(answer: Any, request: str | None = None) -> RawAnswer:
     Raises:
         RoutesError: the body is an error answer or no answer at all.
     """
-    if isinstance(answer, list):
-        return _read_sglang(answer, request)
     name = request or "answer"
+    if isinstance(answer, list) or (isinstance(answer, Mapping) and "meta_info" in answer):
+        return _read_sglang(answer if isinstance(answer, list) else [answer], request)
     if not isinstance(answer, Mapping):
         raise RoutesError(f"{name}: expected a JSON object, got {type(answer).__name__}")
-    if "meta_info" in answer:
-        return _read_sglang([answer], request)
-    name = request or take(answer, "request_id", STRING, name) or take(answer, "id", STRING, name)
-    name = name or "answer"
+    ids = [take(answer, field, STRING, name) for field in ("request_id", "id")]
+    name = request or ids[0] or ids[1] or name
     choices = take(answer, "choices", OBJECTS, name)
     if not choices:
-        raise RoutesError(f"{name}: expected an answer with choices, got {_problem(answer)}")
+        error = answer.get("error") or answer.get("message")
+        message = error.get("message") if isinstance(error, Mapping) else error
+        found = f"the error {message!r}" if message else f"the fields {sorted(answer)}"
+        raise RoutesError(f"{name}: expected an answer with choices, got {found}")
     meta = take(answer, "routed_experts_meta", OBJECT, name) or {}
     return RawAnswer(name, [_vllm_choice(answer, meta, part, name) for part in choices], meta)
-
-
-def _problem(answer: Mapping[str, Any]) -> str:
-    error = answer.get("error")
-    message = error.get("message") if isinstance(error, Mapping) else error or answer.get("message")
-    return f"the error {message!r}" if message else f"the fields {sorted(answer)}"
 
 
 def _vllm_choice(
@@ -100,27 +95,14 @@ def _vllm_choice(
         layout = layout if generated is None else "full"
     sent = take(choice, "prompt_token_ids", INTEGERS, where)
     sent = sent or take(answer, "prompt_token_ids", INTEGERS, where)
-    token_ids = take(choice, "token_ids", INTEGERS, where)
     # usage sums over the choices
     usage = take(answer, "usage", OBJECT, where) if len(answer["choices"]) == 1 else None
+    num_prompt = len(sent) if sent else take(usage or {}, "prompt_tokens", INTEGER, where)
+    start = take(meta, "start", INTEGER, where)
     return RawChoice(
-        index=index,
-        prompt=prompt,
-        generated=generated,
-        layout=layout,
-        start=take(meta, "start", INTEGER, where),
-        num_prompt=len(sent) if sent else take(usage or {}, "prompt_tokens", INTEGER, where),
-        num_generated=_length(token_ids, usage or {}, where),
-        token_ids=token_ids,
-        finish_reason=_reason(choice),
-        spans=_spans(choice, answer, where),
-    )
-
-
-def _length(token_ids: list[int] | None, counts: Mapping[str, Any], where: str) -> int | None:
-    if token_ids is not None:
-        return len(token_ids)
-    return take(counts, "completion_tokens", INTEGER, where)
+        index, prompt, generated, layout, start, num_prompt,
+        *_generated(choice, "token_ids", usage or {}, where), *_ending(choice, answer, where),
+    )  # fmt: skip
 
 
 def _sglang_extension(
@@ -137,50 +119,47 @@ def _sglang_extension(
 def _read_sglang(bodies: list[Any], request: str | None) -> RawAnswer:
     choices = []
     for index, body in enumerate(bodies):
+        meta = body.get("meta_info") if isinstance(body, Mapping) else None
         name = request or "answer"
-        if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
+        if not isinstance(meta, Mapping):
             found = type(body).__name__
             raise RoutesError(f"{name}: expected meta_info in part {index}, got {found}")
-        request = request or take(body["meta_info"], "id", STRING, name)
-        choices.append(_sglang_choice(index, body, body["meta_info"], request or name))
+        request = request or take(meta, "id", STRING, name)
+        where = f"request {request or name}, choice {index}"
+        start = take(meta, "routed_experts_start_len", INTEGER, where)
+        num_prompt = take(meta, "prompt_tokens", INTEGER, where)
+        choice = RawChoice(
+            index, None, meta.get("routed_experts"), "full", start, num_prompt,
+            *_generated(body, "output_ids", meta, where), *_ending(meta, meta, where),
+        )  # fmt: skip
+        choices.append(choice)
     if not choices:
         raise RoutesError(f"{request or 'answer'}: expected at least one part, got an empty list")
     return RawAnswer(request or "answer", choices)
 
 
-def _sglang_choice(
-    index: int, body: Mapping[str, Any], meta: Mapping[str, Any], name: str
-) -> RawChoice:
-    where = f"request {name}, choice {index}"
-    token_ids = take(body, "output_ids", INTEGERS, where)
-    return RawChoice(
-        index=index,
-        generated=meta.get("routed_experts"),
-        layout="full",
-        start=take(meta, "routed_experts_start_len", INTEGER, where),
-        num_prompt=take(meta, "prompt_tokens", INTEGER, where),
-        num_generated=_length(token_ids, meta, where),
-        token_ids=token_ids,
-        finish_reason=_reason(meta),
-        spans=_spans(meta, meta, where),
-    )
+def _generated(
+    holder: Mapping[str, Any], name: str, counts: Mapping[str, Any], where: str
+) -> tuple[int | None, list[int] | None]:
+    """Number and ids of the generated tokens."""
+    token_ids = take(holder, name, INTEGERS, where)
+    counted = take(counts, "completion_tokens", INTEGER, where)
+    return counted if token_ids is None else len(token_ids), token_ids
 
 
-def _reason(holder: Mapping[str, Any]) -> str | None:
-    value = holder.get("finish_reason")
-    value = value.get("type") if isinstance(value, Mapping) else value
-    return value if isinstance(value, str) else None
-
-
-def _spans(
+def _ending(
     choice: Mapping[str, Any], answer: Mapping[str, Any], where: str
-) -> list[tuple[str, int, int]] | None:
-    """Weight versions: spans over generated tokens, or one for the whole answer."""
-    found = []
+) -> tuple[str | None, list[tuple[str, int, int]] | None]:
+    """Finish reason and weight versions: spans over generated tokens, or one for the answer."""
+    reason = choice.get("finish_reason")
+    reason = reason.get("type") if isinstance(reason, Mapping) else reason
+    spans = []
     for span in take(choice, "weight_versions", OBJECTS, where) or []:
         first, end = (take(span, name, INTEGER, where) for name in ("start", "end"))
         if first is None or end is None or "version" not in span:
             raise RoutesError(f"{where}: expected weight_versions with version, start and end")
-        found.append((str(span["version"]), first, end))
+        spans.append((str(span["version"]), first, end))
     single = answer.get("weight_version")
-    return found or (None if single is None else [(str(single), 0, -1)])
+    if not spans and single is not None:
+        spans = [(str(single), 0, -1)]
+    return reason if isinstance(reason, str) else None, spans or None

@@ -1,14 +1,12 @@
 """Run `vllm serve` as a child: start, wait until healthy, stop, and say why it failed.
 
-`Server` is a context manager; leaving it stops the whole process group. Its log goes to a
-file, and when the server dies the lines that say why are in the error. Standard library
-only.
+`Server` is a context manager; leaving it stops the whole process group. Its log goes to a file, and
+when the server dies the lines that say why are in the error.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -20,9 +18,9 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from vllm_r3.checks.connect import send
 from vllm_r3.errors import R3Error
 
 HOST = "127.0.0.1"
@@ -34,11 +32,9 @@ _ERROR = re.compile(r" ERROR |^(\(.*?\) )?(\w+\.)*\w*(Error|Exception|Exit)\b.*:
 _RECORD = re.compile(r" (DEBUG|INFO|WARNING|ERROR) \d|^(\(.*?\) )?(Traceback| +File )")
 _FRAME = re.compile(r"\] +(File |\^+|raise |return )|\] {4,}\S|Traceback \(|\] *$")
 
-Progress = Callable[[str], None]
-
 
 def free_port() -> int:
-    """A loopback port nothing listens on at this moment."""
+    """Return a loopback port that nothing listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
@@ -58,7 +54,7 @@ def require_free(port: int) -> None:
 
 
 def vllm_program() -> str:
-    """The `vllm` of this interpreter: beside it, or where the scripts of its packages go.
+    """Return the `vllm` of this interpreter: beside it, or where its packages' scripts go.
 
     The two differ where the system's own Python holds vLLM, as in container images.
     """
@@ -68,7 +64,7 @@ def vllm_program() -> str:
 
 
 def reasons(log: str) -> list[str]:
-    """The lines of a vLLM log that tell what went wrong, oldest first, without repeats.
+    """Return the lines of a vLLM log that tell what went wrong, oldest first, without repeats.
 
     Log records of level ERROR, the last line of each traceback and what its message goes on with;
     all lines if there are none.
@@ -88,7 +84,7 @@ class Server:
     """One `vllm serve` process and its address.
 
     Attributes:
-        port: the loopback port it listens on.
+        url: base address, without a slash at its end.
         log_path: file with everything it printed.
     """
 
@@ -101,7 +97,7 @@ class Server:
         vllm: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 300.0,
-        progress: Progress = lambda text: None,
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Prepare; nothing starts before `start` or `with`.
 
@@ -113,11 +109,10 @@ class Server:
             progress: called with a short text now and then while waiting.
         """
         self.port = free_port() if port is None else port
+        self.url = f"http://{HOST}:{self.port}"
         self.log_path = log_path
-        self._command = [
-            *(vllm or [vllm_program()]),
-            *("serve", str(model_dir), "--host", HOST, "--port", str(self.port), *options),
-        ]
+        address = ("--host", HOST, "--port", str(self.port))
+        self._command = [*(vllm or [vllm_program()]), "serve", str(model_dir), *address, *options]
         self._env = {**os.environ, **(env or {})}
         self._timeout_s = timeout_s
         self._progress = progress
@@ -127,12 +122,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -142,15 +132,11 @@ class Server:
             R3Error: the port is in use, there is no `vllm`, the process died or took too long.
         """
         require_free(self.port)
+        pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         try:
             with self.log_path.open("wb") as log:
                 self._process = subprocess.Popen(
-                    self._command,
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    self._command, env=self._env, stdout=log, **pipes, start_new_session=True
                 )
         except OSError as error:
             raise R3Error(f"cannot start {self._command[0]}: {error.strerror}") from None
@@ -179,8 +165,7 @@ class Server:
             return False
 
     def _require_alive(self, when: str) -> None:
-        assert self._process is not None
-        status = self._process.poll()
+        status = self._process.poll() if self._process else None
         if status is not None:
             raise R3Error(self._failure(f"exited with status {status} {when}"))
 
@@ -197,16 +182,7 @@ class Server:
         Raises:
             OSError: no connection; also when the server closed it without an answer.
         """
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)
-        try:
-            data = None if body is None else json.dumps(body).encode()
-            connection.request(method, path, data, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        except http.client.HTTPException as error:
-            raise ConnectionError(f"no answer from {HOST}:{self.port}{path}: {error!r}") from error
-        finally:
-            connection.close()
+        return send(method, self.url + path, body, timeout_s)
 
     def ask(self, path: str, body: Any = None) -> Any:
         """GET without a body, POST with one; return the decoded answer.
@@ -219,18 +195,12 @@ class Server:
             status, answer = self.request(method, path, body)
         except OSError as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                assert self._process is not None
                 self._process.wait(timeout=1)  # the socket ends before its process
             self._require_alive(f"during {method} {path}")
             raise R3Error(f"{method} {path}: expected an answer, got {error}") from None
         if status != 200:
             raise R3Error(f"{method} {path}: expected 200, got {status}: {answer.decode()[:500]}")
         return json.loads(answer)
-
-    @property
-    def url(self) -> str:
-        """Base address, without a slash at its end."""
-        return f"http://{HOST}:{self.port}"
 
     @property
     def pid(self) -> int:

@@ -10,21 +10,21 @@ P prompt tokens, G generated, S = P + G. Needs torch and transformers, imported 
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_r3.checks.target import Target, connect
+from vllm_r3.checks.connect import Connection, connect
+from vllm_r3.checks.inspect import drawing
+from vllm_r3.checks.rows import differing_cells
 from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.replay.experts_hook import ForcedRouting
+from vllm_r3.replay.experts_hook import HookedModel, load_model
 
 # two float32 implementations differ by about this in log p; below it the mismatch is noise
 NOISE = 1e-4
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class Mismatch:
     @property
     def kl(self) -> float:
         """Mean KL(server || trainer), estimated on the sampled tokens as e^d - 1 - d."""
-        delta = self.delta_NG[~np.isnan(self.delta_NG)]
-        return float(np.mean(np.expm1(delta) - delta))
+        return float(np.nanmean(np.expm1(self.delta_NG) - self.delta_NG))
 
     @property
     def largest(self) -> float:
@@ -80,7 +79,7 @@ class ReplayReport:
 
     @property
     def passed(self) -> bool:
-        """Replaying does not raise the mismatch (beyond float32 noise)."""
+        """Return whether replaying does not raise the mismatch (beyond float32 noise)."""
         return self.replayed.mean <= max(self.free.mean, NOISE)
 
     def lines(self) -> list[str]:
@@ -100,22 +99,13 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report for a JSON file."""
-        sides = {"free": self.free, "replayed": self.replayed}
-        return {
-            "model": self.model,
-            "dtype": self.dtype,
-            "texts": self.texts,
-            "rows_differing": self.rows_differing,
-            **{
-                name: {
-                    "mean_kl": side.kl,
-                    "max_abs_delta": side.largest,
-                    "mean_abs_delta": side.mean,
-                    "by_position": [float(f"{value:.4g}") for value in side.by_position()],
-                }
-                for name, side in sides.items()
-            },
-        }
+        named = {name: getattr(self, name) for name in ("model", "dtype", "texts")}
+        named["rows_differing"] = self.rows_differing
+        for name, side in (("free", self.free), ("replayed", self.replayed)):
+            positions = [float(f"{value:.4g}") for value in side.by_position()]
+            named[name] = {"mean_kl": side.kl, "max_abs_delta": side.largest}
+            named[name] |= {"mean_abs_delta": side.mean, "by_position": positions}
+        return named
 
 
 def replay(
@@ -134,53 +124,37 @@ def replay(
     Raises:
         R3Error: the server sends no rows or log-probabilities, or the model cannot be replayed.
     """
-    target = connect(url)
-    base = target.prompt(prompt_tokens + texts, max_tokens)
-    model, name = load_model(model_dir, dtype)
-    forced = ForcedRouting(model)
-    shape = RouteShape(num_layers=model.config.num_hidden_layers).joined(target.shape, url)
-    sampled = [
-        sample(target, base[at : len(base) - texts + at], max_tokens, seed + at, shape)
-        for at in range(texts)
-    ]
-    free, replayed, differing = [], [], []
-    for text in sampled:
-        own_rows, own = score(forced, text.tokens, None)
-        _, again = score(forced, text.tokens, text.rows)
-        free.append(own[-len(text.log_probs) :] - text.log_probs)
-        replayed.append(again[-len(text.log_probs) :] - text.log_probs)
-        differing.append(_differing(own_rows, text.rows, forced.moe_layers))
+    server = connect(url)
+    base = server.prompt(prompt_tokens + texts, max_tokens)
+    hooked = HookedModel(load_model(model_dir, dtype))
+    shape = RouteShape(num_layers=hooked.num_layers).joined(server.shape, url)
+    deltas: dict[str, list[np.ndarray]] = {"free": [], "replayed": []}
+    differing = []
+    for at in range(texts):
+        text = sample(server, base[at : len(base) - texts + at], max_tokens, seed + at, shape)
+        own_rows, own = score(hooked, text.tokens, None)
+        _, again = score(hooked, text.tokens, text.rows)
+        for name, log_probs in (("free", own), ("replayed", again)):
+            deltas[name].append(log_probs[-len(text.log_probs) :] - text.log_probs)
+        differing.append(differing_cells(own_rows, text.rows)[:, hooked.moe_layers].mean())
     return ReplayReport(
-        Path(model_dir).name, name, texts, Mismatch(_padded(free)), Mismatch(_padded(replayed)),
+        Path(model_dir).name, str(hooked.model.dtype).removeprefix("torch."), texts,
+        Mismatch(_padded(deltas["free"])), Mismatch(_padded(deltas["replayed"])),
         float(np.mean(differing)),
     )  # fmt: skip
 
 
-def load_model(model_dir: str, dtype: str) -> tuple[Any, str]:
-    """Load a causal language model for scoring and say its dtype."""
-    if dtype not in DTYPES:
-        raise R3Error(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise R3Error(
-            f"replay needs torch and transformers ({error}): pip install 'vllm-r3[replay]'"
-        ) from None
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
-    return model, str(model.dtype).removeprefix("torch.")
-
-
 def sample(
-    target: Target, prompt: list[int], max_tokens: int, seed: int, shape: RouteShape
+    server: Connection, prompt: list[int], max_tokens: int, seed: int, shape: RouteShape
 ) -> Sampled:
     """Sample one text at temperature 1 with its log-probabilities and rows."""
     params = {"max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "logprobs": 1}
-    reply = target.generate(prompt, max_tokens, sampling_params=params)
-    routes = target.routes(reply, len(prompt), shape)
+    reply = server.generate(prompt, max_tokens, sampling_params=params)
+    routes = server.routes(reply, len(prompt), shape=shape)
     content = (reply.body["choices"][0].get("logprobs") or {}).get("content") or []
     if routes.rows is None or routes.token_ids is None or len(content) != len(routes.token_ids):
         raise R3Error(
-            f"{target.http.url}: expected rows, token_ids and {routes.count.num_generated} "
+            f"{server.url}: expected rows, token_ids and {routes.count.num_generated} "
             f"log-probabilities, got {len(content)} log-probabilities {routes.note}".rstrip()
         )
     log_probs = np.array([entry["logprob"] for entry in content])
@@ -188,7 +162,7 @@ def sample(
 
 
 def score(
-    forced: ForcedRouting, tokens: list[int], rows: np.ndarray | None
+    hooked: HookedModel, tokens: list[int], rows: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute log p of tokens 1..S-1, free (rows None) or replayed.
 
@@ -197,41 +171,13 @@ def score(
     """
     import torch
 
-    used: dict[int, Any] = {}
-    ids = torch.tensor([tokens[:-1]], device=forced.model.device)
-    with torch.no_grad(), contextlib.ExitStack() as stack:
-        if rows is not None:
-            stack.enter_context(forced.forced(rows))
-        for site in forced.sites:  # after the forcing hooks, so that these see what the experts see
-            keeper = site.experts.register_forward_pre_hook(_keeper(used, site.layer))
-            stack.callback(keeper.remove)
-        logits = forced.model(ids, use_cache=False).logits[0]
-    chosen = torch.tensor(tokens[1:], device=logits.device)[:, None]
-    log_probs = logits.float().log_softmax(dim=-1).gather(1, chosen)[:, 0]
-    first = next(iter(used.values()))
-    made = np.zeros(
-        (len(tokens) - 1, forced.model.config.num_hidden_layers, first.shape[1]), np.int64
-    )
-    for layer, found in used.items():
-        made[:, layer] = found
-    return made, log_probs.cpu().numpy()
-
-
-def _keeper(used: dict[int, Any], layer: int) -> Any:
-    def keep(module: Any, inputs: tuple[Any, ...]) -> None:
-        used[layer] = inputs[1].cpu().numpy()
-
-    return keep
-
-
-def _differing(own: np.ndarray, recorded: np.ndarray, layers: list[int]) -> float:
-    mine, theirs = (np.sort(rows[:, layers], axis=2) for rows in (own, recorded))
-    return float((mine != theirs).any(axis=2).mean())
+    done = hooked.run(tokens, rows)
+    log_probs = torch.from_numpy(done.logits).log_softmax(dim=-1)
+    return done.rows, log_probs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
 
 
 def _padded(deltas: list[np.ndarray]) -> np.ndarray:
-    width = max(len(delta) for delta in deltas)
-    result = np.full((len(deltas), width), np.nan)
+    result = np.full((len(deltas), max(map(len, deltas))), np.nan)
     for line, delta in zip(result, deltas, strict=True):
         line[: len(delta)] = delta
     return result
@@ -239,22 +185,11 @@ def _padded(deltas: list[np.ndarray]) -> np.ndarray:
 
 def plot(report: ReplayReport, path: str | Path) -> None:
     """Draw mean |d log p| by generated position, free and replayed, into a PNG."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise R3Error(f"the plot needs matplotlib ({error}): pip install 'vllm-r3[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.plot(report.free.by_position(), label=f"own routing, mean KL {report.free.kl:.1e}")
-    axes.plot(
-        report.replayed.by_position(), label=f"replayed rows, mean KL {report.replayed.kl:.1e}"
-    )
-    axes.set(
-        xlabel="generated position", ylabel="mean |d log p|, trainer and server", yscale="log",
-        title=f"{report.model} in {report.dtype}, {report.texts} texts",
-    )  # fmt: skip
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with drawing(path) as axes:
+        for name, side in (("own routing", report.free), ("replayed rows", report.replayed)):
+            axes.plot(side.by_position(), label=f"{name}, mean KL {side.kl:.1e}")
+        axes.set(
+            xlabel="generated position", ylabel="mean |d log p|, trainer and server", yscale="log",
+            title=f"{report.model} in {report.dtype}, {report.texts} texts",
+        )  # fmt: skip
+        axes.legend()

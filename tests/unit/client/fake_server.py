@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
-from sample_answers import bare, npy
+from sample_answers import bare, nested, npy
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 16
 INFO = {
@@ -127,11 +127,9 @@ class StandIn:
     def _place(
         self, answer: dict, choice: dict, rows: np.ndarray, prompt: int, start: int, body: dict
     ) -> None:
-        ours = self.kind == "r3" and "no forms" not in self.faults
-        layout = body.get("routed_experts_layout", "split") if ours else "full"
-        encode = (
-            np.ndarray.tolist if ours and body.get("routed_experts_encoding") == "list" else npy
-        )
+        asked = {} if "no forms" in self.faults else body
+        layout = asked.get("routed_experts_layout", "split") if self.kind == "r3" else "full"
+        encode = nested if asked.get("routed_experts_encoding") == "list" else npy
         if layout == "split":
             answer["prompt_routed_experts"] = encode(rows[start:prompt])
             choice["routed_experts"] = encode(rows[prompt:])

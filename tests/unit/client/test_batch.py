@@ -149,7 +149,7 @@ def test_samples_must_be_rows_of_one_model_with_valid_ids() -> None:
         pack_rows([], E)
     with refused("sample 1: expected rows (S - 1, 3, 2), got (4, 4, 2)"):
         pack_rows([rows_of(4), rows_of(4, layers=4)], E)
-    with refused("sample 0: expected expert ids in [0, 4), got 0 to 15"):
+    with refused("sample 0: expected expert ids in [0, 4), got 4 at row 0, layer 1"):
         pack_rows([rows_of(8)], 4)
 
 

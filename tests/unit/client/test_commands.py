@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import numpy as np
@@ -10,16 +9,12 @@ import pytest
 from fake_server import serving
 from sample_answers import rows_of
 
-from vllm_r3.commands import compare, inspect, replay, verify
-from vllm_r3.commands.shape_arguments import layer_numbers
+from vllm_r3.cli import build_parser
+from vllm_r3.commands.checks import layer_numbers
 
 
 def run(*words: str) -> int:
-    parser = argparse.ArgumentParser(prog="vllm-r3")
-    commands = parser.add_subparsers(required=True)
-    for module in (verify, compare, inspect, replay):
-        module.add_parser(commands)
-    args = parser.parse_args(words)
+    args = build_parser().parse_args(words)
     return args.func(args)
 
 

@@ -10,8 +10,7 @@ from fake_server import EXPERTS, LAYERS, TOP_K, serving
 from sample_answers import rows_of
 
 from vllm_r3.checks.compare import Side, compare_servers, compare_sides
-from vllm_r3.checks.connect import Http
-from vllm_r3.checks.target import Target
+from vllm_r3.checks.connect import Connection
 from vllm_r3.client import ChoiceRoutes, Count, RouteShape
 from vllm_r3.errors import R3Error
 
@@ -53,8 +52,8 @@ def test_the_first_difference_is_named_with_both_choices() -> None:
 
 
 def side(rows: np.ndarray, tokens: list[int]) -> Side:
-    target = Target(Http("http://x"), "r3", "1", "m", None)
-    return Side(target, ChoiceRoutes(0, rows, Count(4, len(tokens))), tokens, "full")
+    routes = ChoiceRoutes(0, rows, Count(4, len(tokens)), token_ids=tokens)
+    return Side(Connection("http://x"), routes, "full")
 
 
 @pytest.mark.parametrize(
@@ -65,13 +64,13 @@ def side(rows: np.ndarray, tokens: list[int]) -> Side:
 def test_rows_count_only_as_far_as_the_tokens_are_the_same(other: list[int], shared: int) -> None:
     a, b = rows_of(7), rows_of(7)
     b[shared:] = rows_of(7 - shared, first=50)
-    comparison = compare_sides(side(a, [1, 2, 3, 4]), side(b, other), [0] * 4)
+    comparison = compare_sides(side(a, [1, 2, 3, 4]), side(b, other))
     assert comparison.shared == shared and comparison.first is None
 
 
 def test_the_order_inside_a_cell_does_not_count() -> None:
     a = rows_of(7)
-    comparison = compare_sides(side(a, [1, 2, 3, 4]), side(a[..., ::-1], [1, 2, 3, 4]), [0] * 4)
+    comparison = compare_sides(side(a, [1, 2, 3, 4]), side(a[..., ::-1], [1, 2, 3, 4]))
     assert comparison.passed(1.0)
 
 
@@ -79,4 +78,4 @@ def test_rows_of_different_models_are_refused() -> None:
     a, b = side(rows_of(7), [1] * 4), side(rows_of(7, layers=4), [1] * 4)
     expected = re.escape("expected rows of one model, got A (7, 3, 2) and B (7, 4, 2)")
     with pytest.raises(R3Error, match=f"^{expected}$"):
-        compare_sides(a, b, [0] * 4)
+        compare_sides(a, b)

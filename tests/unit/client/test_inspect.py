@@ -48,7 +48,7 @@ def test_impossible_rows_are_refused() -> None:
         expert_load([rows_of(0)], NOTHING)
     with refused("expected rows of one model, got sides [(3, 2), (4, 2)]", R3Error):
         expert_load([rows_of(2), rows_of(2, layers=4)], NOTHING)
-    with refused("expected expert ids in [0, 4), got 0 to 15", R3Error):
+    with refused("rows: expected expert ids in [0, 4), got 4 at row 0, layer 1"):
         expert_load([rows_of(8)], RouteShape(num_experts=4))
 
 
@@ -77,7 +77,7 @@ def test_other_sources_are_refused(tmp_path: Path) -> None:
         read_rows("nowhere.pt", NOTHING)
     path = tmp_path / "flat.npy"
     np.save(path, np.zeros(3))
-    with refused(f"{path}: expected integer rows [rows, layers, top_k], got float64 (3,)", R3Error):
+    with refused(f"{path}: expected integer rows (rows, L, K), got float64 (3,)", R3Error):
         read_rows(str(path), NOTHING)
 
 
@@ -94,6 +94,6 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(
-        R3Error, match=r"^the heat map needs matplotlib \(.*\): pip install 'vllm-r3\[plot\]'$"
+        R3Error, match=r"^drawing needs matplotlib \(.*\): pip install 'vllm-r3\[plot\]'$"
     ):
         heat_map(expert_load([rows_of(8)], NOTHING), tmp_path / "x.png")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from fake_server import serving
 
-from vllm_r3.checks.target import connect
+from vllm_r3.checks.connect import connect
 from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
-from vllm_r3.replay.experts_hook import ForcedRouting
-from vllm_r3.replay.replay import Mismatch, ReplayReport, Sampled, load_model, sample, score
+from vllm_r3.replay.experts_hook import HookedModel
+from vllm_r3.replay.replay import Mismatch, ReplayReport, Sampled, sample, score
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[replay]'")
 transformers = pytest.importorskip(
@@ -23,74 +23,32 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 EXPERTS, TOP_K = 8, 2
 BASE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    moe_intermediate_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_experts=EXPERTS,
-    num_local_experts=EXPERTS,
-    n_routed_experts=EXPERTS,
-    num_experts_per_tok=TOP_K,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=None,
+    vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+    num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+    num_experts=EXPERTS, num_local_experts=EXPERTS, n_routed_experts=EXPERTS,
+    num_experts_per_tok=TOP_K, max_position_embeddings=128, pad_token_id=0, bos_token_id=None,
     eos_token_id=1,
-)
+)  # fmt: skip
+SHARED = dict(n_shared_experts=1, first_k_dense_replace=1)
 MLA = dict(
-    head_dim=8,
-    q_lora_rank=None,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=8,
-    n_shared_experts=1,
-    first_k_dense_replace=1,
-    routed_scaling_factor=2.5,
-    n_group=2,
-    topk_group=1,
-)
+    **SHARED, head_dim=8, q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8,
+    qk_nope_head_dim=8, v_head_dim=8, routed_scaling_factor=2.5, n_group=2, topk_group=1,
+)  # fmt: skip
+GLM4 = dict(**SHARED, routed_scaling_factor=1.5, n_group=1, topk_group=1)
+ALL, LAST = [0, 1, 2], [1, 2]
 # family: config, layers that route, score, whether weights are made to sum to one, scale
 FAMILIES: dict[str, tuple[str, dict[str, Any], list[int], str, bool, float]] = {
-    "qwen3": ("qwen3_moe", dict(norm_topk_prob=True), [0, 1, 2], "softmax", True, 1.0),
+    "qwen3": ("qwen3_moe", dict(norm_topk_prob=True), ALL, "softmax", True, 1.0),
     "qwen3-raw": (
-        "qwen3_moe",
-        dict(norm_topk_prob=False, mlp_only_layers=[1]),
-        [0, 2],
-        "softmax",
-        False,
-        1.0,
+        "qwen3_moe", dict(norm_topk_prob=False, mlp_only_layers=[1]), [0, 2], "softmax", False, 1.0
     ),
-    "mixtral": ("mixtral", {}, [0, 1, 2], "softmax", True, 1.0),
-    "olmoe": ("olmoe", {}, [0, 1, 2], "softmax", False, 1.0),
-    "qwen2": (
-        "qwen2_moe",
-        dict(shared_expert_intermediate_size=16),
-        [0, 1, 2],
-        "softmax",
-        False,
-        1.0,
-    ),
-    "deepseek2": ("deepseek_v2", dict(MLA, topk_method="greedy"), [1, 2], "softmax", False, 2.5),
-    "deepseek3": ("deepseek_v3", dict(MLA, norm_topk_prob=True), [1, 2], "sigmoid", True, 2.5),
-    "glm4": (
-        "glm4_moe",
-        dict(
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-            routed_scaling_factor=1.5,
-            n_group=1,
-            topk_group=1,
-        ),
-        [1, 2],
-        "sigmoid",
-        True,
-        1.5,
-    ),
-}
+    "mixtral": ("mixtral", {}, ALL, "softmax", True, 1.0),
+    "olmoe": ("olmoe", {}, ALL, "softmax", False, 1.0),
+    "qwen2": ("qwen2_moe", dict(shared_expert_intermediate_size=16), ALL, "softmax", False, 1.0),
+    "deepseek2": ("deepseek_v2", dict(MLA, topk_method="greedy"), LAST, "softmax", False, 2.5),
+    "deepseek3": ("deepseek_v3", dict(MLA, norm_topk_prob=True), LAST, "sigmoid", True, 2.5),
+    "glm4": ("glm4_moe", GLM4, LAST, "sigmoid", True, 1.5),
+}  # fmt: skip
 
 
 def build(family: str, dtype: Any = None) -> Any:
@@ -113,7 +71,7 @@ TOKENS = [int(token) for token in np.random.default_rng(0).integers(2, 64, 20)]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replaying_a_models_own_rows_changes_nothing(family: str, dtype: str) -> None:
     _, _, layers, score_name, normalise, scale = FAMILIES[family]
-    forced = ForcedRouting(build(family, getattr(torch, dtype)))
+    forced = HookedModel(build(family, getattr(torch, dtype)))
     own, free = score(forced, TOKENS, None)
     used, replayed = score(forced, TOKENS, own)
     assert forced.moe_layers == layers
@@ -125,7 +83,7 @@ def test_replaying_a_models_own_rows_changes_nothing(family: str, dtype: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_rows_reach_the_experts_and_change_the_result(family: str) -> None:
-    forced = ForcedRouting(build(family))
+    forced = HookedModel(build(family))
     own, free = score(forced, TOKENS, None)
     other = (own + 1) % EXPERTS
     used, replayed = score(forced, TOKENS, other)
@@ -136,18 +94,12 @@ def test_other_rows_reach_the_experts_and_change_the_result(family: str) -> None
 
 
 def test_forced_weights_are_those_of_the_recorded_ids() -> None:
-    forced = ForcedRouting(build("deepseek3"))
-    own, _ = score(forced, TOKENS, None)
+    forced = HookedModel(build("deepseek3"))
+    other = (score(forced, TOKENS, None)[0] + 3) % EXPERTS
     seen: dict[str, Any] = {}
     site = forced.sites[0]
-    other = (own + 3) % EXPERTS
-    with forced.forced(other):
-        hook = site.experts.register_forward_pre_hook(
-            lambda module, inputs: seen.update(inputs=inputs)
-        )
-        with torch.no_grad():
-            forced.model(torch.tensor([TOKENS[:-1]]))
-        hook.remove()
+    site.experts.register_forward_hook(lambda module, inputs, out: seen.update(inputs=inputs))
+    forced.run(TOKENS, other)
     hidden, ids, weights = seen["inputs"][:3]
     scores = torch.sigmoid(hidden.reshape(-1, 32) @ site.gate.weight.T)
     chosen = scores.gather(1, torch.from_numpy(other[:, site.layer]))
@@ -156,8 +108,25 @@ def test_forced_weights_are_those_of_the_recorded_ids() -> None:
     assert site.gate.e_score_correction_bias.abs().max() > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3-raw", "glm4"])
+def test_margins_are_between_the_last_chosen_and_the_best_left_out(family: str) -> None:
+    hooked = HookedModel(build(family))
+    site = hooked.sites[-1]
+    seen: dict[str, Any] = {}
+    site.experts.register_forward_hook(lambda module, inputs, out: seen.update(hidden=inputs[0]))
+    done = hooked.run(TOKENS)
+    scores = seen["hidden"].reshape(-1, 32) @ site.gate.weight.T
+    if family == "glm4":
+        scores = scores.sigmoid() + site.gate.e_score_correction_bias
+    ordered = scores.sort(dim=-1, descending=True).values
+    expected = (ordered[:, TOP_K - 1] - ordered[:, TOP_K]).detach().numpy()
+    np.testing.assert_allclose(done.margins[:, site.layer], expected, rtol=1e-4, atol=1e-6)
+    dense = [layer for layer in ALL if layer not in hooked.moe_layers]
+    assert np.isinf(done.margins[:, dense]).all() and not done.rows[:, dense].any()
+
+
 def test_the_order_inside_a_row_does_not_matter() -> None:
-    forced = ForcedRouting(build("mixtral"))
+    forced = HookedModel(build("mixtral"))
     own, free = score(forced, TOKENS, None)
     _, turned = score(forced, TOKENS, own[..., ::-1])
     np.testing.assert_allclose(turned, free, atol=2e-6)
@@ -165,7 +134,7 @@ def test_the_order_inside_a_row_does_not_matter() -> None:
 
 @pytest.mark.parametrize("rows", [18, 20], ids=["one-short", "one-too-many"])
 def test_rows_that_do_not_fit_the_pass_are_refused(rows: int) -> None:
-    forced = ForcedRouting(build("qwen3"))
+    forced = HookedModel(build("qwen3"))
     expected = f"layer 0: expected rows (19, 2) for this pass, got ({rows}, 2)"
     with pytest.raises(R3Error, match=f"^{re.escape(expected)}$"):
         score(forced, TOKENS, np.zeros((rows, 3, 2), np.int64))
@@ -173,7 +142,7 @@ def test_rows_that_do_not_fit_the_pass_are_refused(rows: int) -> None:
 
 def test_a_family_whose_weights_no_rule_makes_is_refused() -> None:
     model = build("qwen3")
-    forced = ForcedRouting(model)
+    forced = HookedModel(model)
     own, _ = score(forced, TOKENS, None)
     for site in forced.sites:
         site.gate.register_forward_hook(lambda module, inputs, out: (out[0], out[1] ** 2, out[2]))
@@ -190,24 +159,15 @@ def test_a_dense_model_is_refused() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config)
     expected = "LlamaForCausalLM: expected MoE blocks with a gate and experts, found none"
     with pytest.raises(R3Error, match=f"^{expected}$"):
-        ForcedRouting(model)
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    expected = "dtype must be one of auto, float32, bfloat16, float16, got int7"
-    with pytest.raises(R3Error, match=f"^{expected}$"):
-        load_model("nowhere", "int7")
+        HookedModel(model)
 
 
 def test_sampling_takes_tokens_log_probabilities_and_rows() -> None:
     with serving() as url:
         got = sample(connect(url), [5, 9, 2, 7], 6, seed=1, shape=RouteShape())
     assert isinstance(got, Sampled)
-    assert (
-        len(got.tokens) == 10
-        and got.rows.shape == (9, 3, 2)
-        and got.log_probs.tolist() == [-1.0] * 6
-    )
+    assert len(got.tokens) == 10 and got.rows.shape == (9, 3, 2)
+    assert got.log_probs.tolist() == [-1.0] * 6
 
 
 def test_mismatch_is_taken_over_real_positions_alone() -> None:
@@ -220,13 +180,8 @@ def test_mismatch_is_taken_over_real_positions_alone() -> None:
 
 @pytest.mark.parametrize(
     ("free", "replayed", "passes"),
-    [
-        (0.1, 0.05, True),
-        (0.1, 0.1, True),
-        (0.1, 0.2, False),
-        (1e-6, 2e-6, True),
-        (1e-6, 2e-4, False),
-    ],
+    [(0.1, 0.05, True), (0.1, 0.1, True), (0.1, 0.2, False)]
+    + [(1e-6, 2e-6, True), (1e-6, 2e-4, False)],
 )
 def test_replaying_must_not_raise_the_mismatch_beyond_noise(
     free: float, replayed: float, passes: bool

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from sample_answers import refused, rows_of
 
-from vllm_r3.checks import torchfile
-from vllm_r3.checks.rollout import RolloutReport, judge, verify_rollout
-from vllm_r3.checks.values import find_problems, spans
+from vllm_r3.checks.rollout import RolloutReport, judge, load_torch_file, verify_rollout
 from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
 
@@ -63,49 +61,20 @@ def test_good_rows_pass_in_every_form_that_frameworks_save(
     assert report.lines() == [f"{tmp_path / 'r.pt'}: 1 samples, 1 with routing", "  1 ok"]
 
 
-def with_value(row: int, layer: int, value: list[int]) -> np.ndarray:
-    rows = GOOD.copy()
-    rows[row, layer] = value
-    return rows
-
-
+MISFIT = "expected (8, 3, 2) for 9 tokens, got"
 BROKEN = [
     (None, "missing", "rollout_routed_experts is None"),
     ([], "missing", "rollout_routed_experts is []"),
-    (GOOD[0], "wrong rank", "expected (8, 3, 2) for 9 tokens, got (3, 2)"),
-    (GOOD.reshape(-1), "wrong rank", "expected (8, 3, 2) for 9 tokens, got (48,)"),
-    ([[1], [1, 2]], "wrong rank", "expected (8, 3, 2) for 9 tokens, got (0,)"),
+    (GOOD[0], "wrong rank", f"{MISFIT} (3, 2)"),
+    (GOOD.reshape(-1), "wrong rank", f"{MISFIT} (48,)"),
+    ([[1], [1, 2]], "wrong rank", f"{MISFIT} (0,)"),
     (GOOD.astype(np.float32), "wrong dtype", "expected integers, got float32"),
-    (GOOD[:7], "wrong rows", "expected (8, 3, 2) for 9 tokens, got (7, 3, 2)"),
-    (rows_of(9), "wrong rows", "expected (8, 3, 2) for 9 tokens, got (9, 3, 2)"),
-    (GOOD[:, :2], "wrong layers", "expected (8, 3, 2) for 9 tokens, got (8, 2, 2)"),
-    (GOOD[:, :, :1], "wrong top-k", "expected (8, 3, 2) for 9 tokens, got (8, 3, 1)"),
-    (
-        GOOD * np.array([[[1], [0], [1]]]),
-        "zero MoE layer",
-        "zero MoE layer: layers 1 of 3 are all zeros; if these are dense, give --moe-layers",
-    ),
-    (
-        GOOD * np.array([0, 0, 1, 1, 0, 1, 1, 1])[:, None, None],
-        "zero rows",
-        "zero rows: 3 of 8 rows hold zeros: 0-1, 4",
-    ),
-    (
-        with_value(6, 2, [7, 7]),
-        "duplicate ids",
-        "duplicate ids: 1 cells name an expert twice, the first at row 6, layer 2: [7, 7]",
-    ),
-    (
-        with_value(6, 2, [7, 16]),
-        "out of range",
-        "out of range: 1 ids outside [0, 16), the first 16 at row 6, layer 2",
-    ),
-    (
-        with_value(0, 0, [-1, -1]),
-        "out of range",
-        "out of range: 2 ids outside [0, 16), the first -1 at row 0, layer 0",
-    ),
-]  # fmt: skip
+    (GOOD[:7], "wrong rows", f"{MISFIT} (7, 3, 2)"),
+    (rows_of(9), "wrong rows", f"{MISFIT} (9, 3, 2)"),
+    (GOOD[:, :2], "wrong layers", f"{MISFIT} (8, 2, 2)"),
+    (GOOD[:, :, :1], "wrong top-k", f"{MISFIT} (8, 3, 1)"),
+    (GOOD * 0, "zero MoE layer", "zero MoE layer: layers 0-2 of 3 are all zeros"),
+]
 
 
 @pytest.mark.parametrize(
@@ -118,35 +87,6 @@ def test_each_fault_gets_its_own_verdict(tmp_path: Path, rows: Any, kind: str, d
     assert report.verdicts[0].sample == "sample 5"
     assert report.verdicts[0].details[0] == detail
     assert report.lines()[:2] == [f"sample 5: {kind}", f"  {detail}"]
-
-
-def test_the_last_valid_id_is_in_range_and_the_next_is_not() -> None:
-    assert judge(sample_of(with_value(0, 0, [0, 15])), SHAPE).kind == "ok"
-    assert judge(sample_of(with_value(0, 0, [0, 16])), SHAPE).kind == "out of range"
-
-
-def test_all_faults_of_a_sample_are_listed() -> None:
-    rows = with_value(6, 2, [7, 7])
-    rows[1, 0, 0] = 99
-    rows[3] = 0
-    assert len(judge(sample_of(rows), SHAPE).details) == 3
-
-
-def test_dense_layers_may_be_zero_only_where_they_are_named() -> None:
-    rows = GOOD * np.array([[[0], [1], [1]]])
-    assert judge(sample_of(rows), SHAPE).kind == "zero MoE layer"
-    named = RouteShape(3, 2, 16, moe_layers=(1, 2))
-    assert judge(sample_of(rows), named).kind == "ok"
-    verdict = judge(sample_of(GOOD), named)
-    assert verdict.details == (
-        "dense layer not zero: layers 0 are not among the MoE layers, but hold ids",
-    )
-
-
-@pytest.mark.parametrize(("rows", "found"), [(15, []), (16, ["zero MoE layer"])])
-def test_with_one_expert_a_token_a_few_zeros_are_a_choice(rows: int, found: list[str]) -> None:
-    zeros = np.zeros((rows, 1, 1), np.uint8)
-    assert [problem.kind for problem in find_problems(zeros, RouteShape())] == found
 
 
 @pytest.mark.parametrize(("minimum", "passes"), [(None, False), (0, True), (1, True), (2, False)])
@@ -207,20 +147,14 @@ def test_code_in_a_file_is_refused_by_name_and_not_run(
     mark = tmp_path / "ran"
     monkeypatch.setenv("HOSTILE_MARK", str(mark))
     path = saved(tmp_path / "x.pt", sample_of(GOOD, metadata={"x": Hostile()}))
-    with pytest.raises(
-        R3Error,
-        match=NOT_LOADED.format("posix.mkdir"),
-    ):
+    with pytest.raises(R3Error, match=NOT_LOADED.format("posix.mkdir")):
         verify_rollout(path, SHAPE)
     assert not mark.exists()
 
 
 def test_object_arrays_are_refused(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", sample_of(np.array([Path("x")], dtype=object)))
-    with pytest.raises(
-        R3Error,
-        match=NOT_LOADED.format("numpy.dtypes.ObjectDType"),
-    ):
+    with pytest.raises(R3Error, match=NOT_LOADED.format("numpy.dtypes.ObjectDType")):
         verify_rollout(path, SHAPE)
 
 
@@ -233,26 +167,14 @@ def test_numpy_scalars_and_arrays_of_numbers_are_loaded(tmp_path: Path) -> None:
         "d": np.array([True]),
     }
     torch.save(content, path)
-    loaded = torchfile.load(path)
+    loaded = load_torch_file(path)
     assert loaded["a"] == 0.5 and loaded["b"] == 3 and loaded["d"].dtype == bool
     np.testing.assert_array_equal(loaded["c"], content["c"])
 
 
 def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     with refused(f"{tmp_path / 'no.pt'}: expected a torch file, found none", R3Error):
-        torchfile.load(tmp_path / "no.pt")
+        load_torch_file(tmp_path / "no.pt")
     (tmp_path / "x.pt").write_text("hello")
     with pytest.raises(R3Error, match=r"^.*x\.pt: expected "):
-        torchfile.load(tmp_path / "x.pt")
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([3], "3"),
-        ([0, 1, 2, 7], "0-2, 7"),
-        (list(range(0, 20, 2)), "0, 2, 4, 6, 8, 10, ..."),
-    ],
-)
-def test_numbers_are_written_as_ranges(numbers: list[int], text: str) -> None:
-    assert spans(numbers) == text
+        load_torch_file(tmp_path / "x.pt")

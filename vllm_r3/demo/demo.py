@@ -1,0 +1,156 @@
+"""Serve a tiny mixture-of-experts model and check every row that it returns.
+
+Results (shapes, first rows, what was compared) on stdout, progress on stderr. Needs the patched
+vLLM, torch and transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_r3.checks.rows import compare_rows
+from vllm_r3.checks.server import hold_form, hold_meta
+from vllm_r3.client import RouteShape, decode_choice
+from vllm_r3.demo.serve import Server
+from vllm_r3.errors import R3Error
+
+PROMPT = (
+    "A router sends every token to a few experts. Which ones did it choose for this line, "
+    "layer by layer, and will the trainer choose the same?"
+)
+MAX_TOKENS = 32
+SHOWN_ROWS = 3
+ENGINE_ENV = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+ENGINE_OPTIONS = (
+    *("--enable-return-routed-experts", "--enforce-eager", "--dtype", "float32"),
+    *("--block-size", "32", "--max-model-len", "512", "--seed", "0"),
+)
+
+
+def demo(kind: str, port: int | None = None, keep: Path | None = None) -> None:
+    """Make the model, serve it, ask twice, compare, replay.
+
+    Args:
+        kind: which of `tiny_models.KINDS`.
+        port: on the loopback; default: a free one.
+        keep: leave the model and the server's log here; default: nowhere.
+
+    Raises:
+        R3Error: a step fails, a row differs, or the demo does not show what it should.
+    """
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="vllm-r3-demo-") as made:
+            return demo(kind, port, Path(made))
+    keep.mkdir(parents=True, exist_ok=True)
+    step = _steps(7)
+    step(f"write the tiny model {kind!r}")
+    _quiet_transformers()
+    from transformers import AutoTokenizer
+
+    from vllm_r3.demo.tiny_models import write_model
+    from vllm_r3.replay.oracle import Oracle
+    from vllm_r3.replay.replay import replay
+
+    model = write_model(kind, keep / "model")
+    prompt = AutoTokenizer.from_pretrained(model)(PROMPT)["input_ids"]
+    step("start vllm serve --enable-return-routed-experts on the loopback")
+    log = keep / "server.log"
+    server = Server(model, *ENGINE_OPTIONS, log_path=log, port=port, env=ENGINE_ENV, progress=_note)
+    with server:
+        info = server.ask("/routed_experts/info")
+        step(f"ask for {MAX_TOKENS} tokens after {len(prompt)}, twice: cold, then cached prompt")
+        cold, again = (_ask(server, prompt, info) for _ in range(2))
+        cached = _cached_tokens(server)
+        _show(cold, len(prompt))
+        step("sample more texts and replay their rows in transformers")
+        report = replay(str(model), server.url, dtype="float32", texts=4)
+        step("stop the server")
+    step("run the same tokens through the float32 oracle")
+    oracle = Oracle(str(model))
+    if oracle.moe_layers != info["moe_layers"]:
+        raise R3Error(f"moe_layers: expected {oracle.moe_layers}, got {info['moe_layers']}")
+    compared = {}
+    for name, answer in (("cold", cold), ("again", again)):
+        choice = decode_choice(answer, num_prompt=len(prompt), shape=RouteShape.from_meta(info))
+        truth = oracle.truth([*prompt, *choice.token_ids])
+        compared[name] = compare_rows(
+            choice.rows, truth.rows, oracle.shape, "answer", truth.margins
+        )
+    step("report")
+    for name, done in compared.items():
+        print(
+            f"{name:<6} {done.rows} rows, {done.cells} cells (token, layer): all agree with the "
+            "oracle"
+        )
+    print(f"cached {cached} prompt tokens of the second request came from the prefix cache")
+    print("\n".join(report.lines()))
+    if not cached:
+        raise R3Error("the second request: expected a prefix-cache hit, the server counted none")
+    if not report.passed:
+        raise R3Error("replay: expected no larger mismatch than with the trainer's own routing")
+
+
+def _steps(total: int) -> Callable[[str], None]:
+    """Return a printer of `n of N` lines with the seconds since the start."""
+    began, count = time.monotonic(), iter(range(1, total + 1))
+
+    def step(text: str) -> None:
+        seconds = time.monotonic() - began
+        print(f"{next(count)} of {total}  {text}  [{seconds:.0f} s]", file=sys.stderr, flush=True)
+
+    return step
+
+
+def _note(text: str) -> None:
+    print(f"        {text}", file=sys.stderr, flush=True)
+
+
+def _quiet_transformers() -> None:
+    """No progress bars between our lines; a missing library names its extra."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise R3Error(
+            f"the demo needs torch and transformers ({error}); install vllm-r3[demo]"
+        ) from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _ask(server: Server, prompt: list[int], info: dict[str, Any]) -> dict[str, Any]:
+    sampling = {"max_tokens": MAX_TOKENS, "logprobs": 1, "temperature": 0.0}
+    body = {"token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
+    answer = server.ask("/inference/v1/generate", body)
+    hold_meta(answer, info)
+    hold_form(answer, "npy", "split", info["dtype"])
+    return answer
+
+
+def _show(answer: dict[str, Any], num_prompt: int) -> None:
+    """Print shapes and first rows as a trainer sees them."""
+    choice = decode_choice(answer, num_prompt=num_prompt)
+    prompt, generated = np.split(choice.rows, [num_prompt])
+    print(f"routed_experts_meta            {answer['routed_experts_meta']}")
+    print(f"prompt_routed_experts          {prompt.dtype} {prompt.shape}")
+    print(f"choices[0].routed_experts      {generated.dtype} {generated.shape}")
+    print(f"choices[0].token_ids           {choice.count.num_generated} tokens")
+    for number, row in enumerate(prompt[:SHOWN_ROWS]):
+        print(f"row {number}, layer 0, 1, …: {row.tolist()}")
+
+
+def _cached_tokens(server: Server) -> int:
+    """Prompt tokens that the prefix cache has served, from the Prometheus endpoint."""
+    _, text = server.request("GET", "/metrics")
+    for line in text.decode().splitlines():
+        if line.startswith("vllm:prefix_cache_hits_total"):
+            return int(float(line.rsplit(" ", 1)[1]))
+    raise R3Error("/metrics: expected vllm:prefix_cache_hits_total, found none")
