@@ -22,7 +22,8 @@ usage() {
 usage: ./build.sh COMMAND
 
   demo  [ARGS]                         build, serve a tiny model, compare its rows with an oracle
-  test  [PYTEST ARGS]                  everything that runs without a GPU
+  test  [PART ...] [PYTEST ARGS]       everything that runs without a GPU, or parts of it:
+                                       unit, upstream, engine, serving
   venv  [DIR] [--target cpu|cuda]      a patched environment (default: .build/venv)
   wheel [--target cpu|cuda] [--dest DIR]  the patched wheel (default: dist), its path printed last
   bundle [--target cpu|cuda] [--dest DIR] [--part-size BYTES]
@@ -61,20 +62,28 @@ step() {
   else
     say "failed after $((SECONDS - begin)) s; the end of $log:"
     tail -n 25 "$log" >&2
-    [[ $CHECKING ]] || die "step '$what' failed; mend the cause above and run the same command again"
+    [[ $CHECKING ]] || die "step '$what' failed; fix the error above and run the same command again"
     FAILED+=("$what")
   fi
 }
 
-key() { cat "$@" | sha256sum | cut -c1-64; }
-stamped() { [[ -f $1 && $(<"$1") == "$2" ]]; }
-stamp() { printf '%s\n' "$2" >"$1.tmp" && mv -f "$1.tmp" "$1"; }
-vllm_r3() { PYTHONPATH=$ROOT "$TOOL/bin/python" -m vllm_r3 "$@"; }
-vllm_r3_ship() {
-  local module=$1
-  shift
-  PYTHONPATH=$ROOT "$TOOL/bin/python" -m "vllm_r3.ship.$module" "$@"
+# cached STAMP KEY NAME WHAT COMMAND...: a step that runs unless STAMP says that it did with this KEY.
+cached() {
+  local stamp=$1 key=$2
+  shift 2
+  if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
+    step "$1" "$2" true
+  else
+    rm -f "$stamp"
+    step "$@"
+    mkdir -p "$(dirname "$stamp")"
+    printf '%s\n' "$key" >"$stamp.tmp" && mv -f "$stamp.tmp" "$stamp"
+  fi
 }
+
+key() { cat "$@" | sha256sum | cut -c1-64; }
+sums() { find "$@" -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 sha256sum; }
+own_python() { PYTHONPATH=$ROOT "$TOOL/bin/python" "$@"; }
 has_driver() { [[ -e /proc/driver/nvidia/version ]] || nvidia-smi -L >/dev/null 2>&1; }
 
 # --- the host ------------------------------------------------------------------------------------
@@ -110,7 +119,7 @@ virtual environment; install it (Debian: apt-get install python3-venv)"
 need_space() {
   local free
   free=$(($(df -Pk "$1" | awk 'NR == 2 {print $4}') / 1048576))
-  ((free >= $2)) || die "$3 needs $2 GiB, $1 has $free GiB free; make room, or build elsewhere"
+  ((free >= $2)) || die "$3 needs $2 GiB, $1 has $free GiB free; free some space, or build elsewhere"
 }
 
 # One build at a time in a checkout; the lock ends with the process that holds it.
@@ -129,23 +138,24 @@ make_tool() {
   "$PY" -m venv "$TOOL"
   "$TOOL/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
     -r "$PIN/locks/tool.txt"
-  stamp "$TOOL/.key" "$1"
 }
 
 tool_step() {
-  local want
-  want=$({ cat "$PIN/locks/tool.txt"; "$PY" -VV; echo "$PY $TOOL"; } | key)
-  stamped "$TOOL/.key" "$want" && [[ -x $TOOL/bin/uv ]] && set -- true || set -- make_tool "$want"
-  step tool "the tools (uv and the patch reader)" "$@"
+  cached "$TOOL/.key" "$({ cat "$PIN/locks/tool.txt"; "$PY" -VV; echo "$PY $TOOL"; } | key)" \
+    tool "the tools (uv and the patch reader)" make_tool
 }
 
-fetch_wheel() { vllm_r3 series fetch --target "$1"; }
-make_wheel() { vllm_r3 wheel --target "$1" --dest "$2" >"$BUILD/wheel-$1.path"; }
+fetch_wheel() { own_python -m vllm_r3 series fetch --target "$1"; }
+make_wheel() { own_python -m vllm_r3 wheel --target "$1" --dest "$2" >"$BUILD/wheel-$1.path"; }
 
 wheel_steps() { # TARGET DEST
+  local made=$BUILD/wheel-$1
   step "fetch-$1" "the pinned vLLM 0.21.0 wheel for $1, by its hash" fetch_wheel "$1"
-  step "wheel-$1" "the wheel with the series applied" make_wheel "$1" "$2"
-  WHEEL=$(<"$BUILD/wheel-$1.path")
+  [[ -f $made.path && -f $(<"$made.path") ]] || rm -f "$made.key"
+  cached "$made.key" "$({ echo "$2 ${SOURCE_DATE_EPOCH:-}"
+    sums "$PIN/pin.toml" "$PIN/series" "$PIN"/*.patch "$ROOT/vllm_r3/series"; } | key)" \
+    "wheel-$1" "the wheel with the series applied" make_wheel "$1" "$2"
+  WHEEL=$(<"$made.path")
 }
 
 uv() {
@@ -158,54 +168,45 @@ uv() {
   "$TOOL/bin/uv" "$@"
 }
 
-# deps_step DIR TARGET: an environment with exactly the locked packages. Its mark is written last,
-# so what an interrupted run left is thrown away; a folder that is not ours is refused.
+# deps_step DIR TARGET: an environment with exactly the locked packages. What an interrupted run left
+# is thrown away; a folder that is not ours is refused.
 deps_step() {
-  local lock=$PIN/locks/$2.txt want
-  want=$({ cat "$lock"; "$PY" -VV; echo "$PY $1 $2"; } | key)
-  if stamped "$1/.vllm-r3/deps" "$want"; then
-    step deps "the locked dependencies in $1" true
-    return
-  fi
   if [[ -n $(ls -A "$1" 2>/dev/null) && ! -d $1/.vllm-r3 ]]; then
     die "$1: expected a new folder or an environment of this command, found other files; \
 choose another folder"
   fi
+  cached "$1/.vllm-r3/deps" "$({ cat "$PIN/locks/$2.txt"; "$PY" -VV; echo "$PY $1 $2"; } | key)" \
+    deps "the locked dependencies in $1 (gigabytes, the first time)" make_deps "$1" "$2"
+}
+
+make_deps() { # DIR TARGET
   rm -rf "$1"
   mkdir -p "$1/.vllm-r3"
   need_space "$1" "$([[ $2 == cpu ]] && echo 8 || echo 14)" "the environment for $2"
-  step deps "the locked dependencies in $1 (gigabytes, the first time)" make_deps "$1" "$lock" "$want"
-}
-
-make_deps() { # DIR LOCK KEY
   uv venv --quiet --allow-existing --python "$PY" "$1"
-  uv pip install --quiet --no-deps --require-hashes --python "$1/bin/python" -r "$2"
-  stamp "$1/.vllm-r3/deps" "$3"
+  install_locked "$1" "$2"
 }
 
-# vllm_step DIR FORM: the patched wheel and this package, without their dependencies. FORM is
+install_locked() { # DIR LOCK
+  uv pip install --quiet --no-deps --require-hashes --python "$1/bin/python" -r "$PIN/locks/$2.txt"
+}
+
+# vllm_step DIR TARGET FORM: the patched wheel and this package, without their dependencies. FORM is
 # hatchling's: wheel:editable in this checkout, wheel:standard in a folder of its own.
 vllm_step() {
-  local want
-  want=$({ cat "$WHEEL" "$1/.vllm-r3/deps" "$ROOT/pyproject.toml"; own_sources "$2"; } | key)
-  stamped "$1/.vllm-r3/vllm" "$want" && set -- true || set -- install_vllm "$1" "$2" "$want"
-  step vllm "the patched vLLM and vllm-r3" "$@"
+  local sources=()
+  [[ $3 == wheel:editable ]] || sources=("$ROOT/vllm_r3" "$ROOT/patches")
+  cached "$1/.vllm-r3/vllm" \
+    "$({ cat "$BUILD/wheel-$2.key" "$1/.vllm-r3/deps"; sums "$ROOT/pyproject.toml" "${sources[@]}"; } | key)" \
+    vllm "the patched vLLM and vllm-r3" install_vllm "$1" "$3"
 }
 
-own_sources() {
-  echo "$1"
-  [[ $1 == wheel:editable ]] || find "$ROOT/vllm_r3" "$ROOT/patches" -type f -not -name '*.pyc' \
-    -print0 | sort -z | xargs -0 sha256sum
-}
-
-install_vllm() { # DIR FORM KEY
-  rm -rf "$1/.vllm-r3/vllm"
+install_vllm() { # DIR FORM
   uv pip install --quiet --no-deps --no-cache --reinstall --python "$1/bin/python" "$WHEEL"
   make_self "$2"
   uv pip install --quiet --no-deps --no-cache --reinstall --python "$1/bin/python" \
     "$BUILD"/self/*.whl
   uv pip check --python "$1/bin/python"
-  stamp "$1/.vllm-r3/vllm" "$3"
 }
 
 make_self() { # FORM
@@ -213,26 +214,43 @@ make_self() { # FORM
   (cd "$ROOT" && "$TOOL/bin/python" -m hatchling build -t "$1" -d "$BUILD/self")
 }
 
-# fetch_locked TARGET: every wheel of its lock for this interpreter, and nothing else
+download_locked() { # LOCK DIR: every wheel of a lock for this interpreter, and nothing else
+  "$TOOL/bin/python" -m pip download --disable-pip-version-check --no-deps --require-hashes \
+    --only-binary=:all: --dest "$2" -r "$PIN/locks/$1.txt"
+}
+
+# fetch_locked TARGET: the content of a bundle but for the two wheels that are made here
 fetch_locked() {
-  rm -rf "$BUILD/locked-$1"
-  "$TOOL/bin/python" -m pip download --disable-pip-version-check --no-deps --require-hashes \
-    --only-binary=:all: --dest "$BUILD/locked-$1" -r "$PIN/locks/$1.txt"
-  "$TOOL/bin/python" -m pip download --disable-pip-version-check --no-deps --require-hashes \
-    --only-binary=:all: --dest "$BUILD/locked-$1/tool" -r "$PIN/locks/tool.txt"
+  rm -rf "$BUILD/bundle"
+  download_locked "$1" "$BUILD/bundle/wheels"
+  download_locked tool "$BUILD/bundle/tool"
+  find "$BUILD/bundle/tool" -type f -not -name 'uv-*' -delete
 }
 
-install_test_needs() { # DIR KEY
-  uv pip install --quiet --no-deps --require-hashes --python "$1/bin/python" \
-    -r "$PIN/locks/test.txt"
-  stamp "$1/.vllm-r3/test" "$2"
-}
-
-test_needs_step() { # DIR
-  local want
-  want=$(key "$PIN/locks/test.txt" "$1/.vllm-r3/deps")
-  stamped "$1/.vllm-r3/test" "$want" && set -- true || set -- install_test_needs "$1" "$want"
-  step test-needs "what the tests need" "$@"
+# make_bundle TARGET DEST PART_SIZE: from the same wheels the same bytes, with no times, owners or
+# modes of the files here; SHA256SUMS is written last, without it a bundle is not whole.
+make_bundle() {
+  local dir=$BUILD/bundle wheel name version python
+  python=$("$PY" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+  cp "$ROOT/LICENSE" "$dir"
+  cp "$PIN/locks/$1.txt" "$dir/requirements.txt"
+  for wheel in "$WHEEL" "$BUILD"/self/*.whl; do
+    cp "$wheel" "$dir/wheels"
+    IFS=- read -r name version _ <<<"${wheel##*/}"
+    echo "${name//_/-}==$version --hash=sha256:$(key "$wheel")" >>"$dir/requirements.txt"
+    [[ $name != vllm ]] || NAME=vllm-r3-${version%.cpu}-$1-cp${python/./}.tar
+  done
+  mkdir -p "$2"
+  tar --create --directory "$dir" --sort=name --format=gnu --mtime=@315532800 --owner=0 --group=0 \
+    --numeric-owner --mode=a+rX,u+w,go-w LICENSE requirements.txt tool wheels \
+    | if (($3)); then split --bytes "$3" --numeric-suffixes --suffix-length=3 - "$2/$NAME."; \
+      else cat >"$2/$NAME"; fi
+  # what is unpacked, and what it becomes: wheels unpack to about two and a half times
+  sed -e "s/@NAME@/$NAME/" -e "s/@PYTHON@/$python/" \
+    -e "s/@MIB@/$(($(du -sm "$dir" | cut -f1) * 7 / 2 + 1))/" "$ROOT/docker/install.sh" >"$2/install.sh"
+  chmod 755 "$2/install.sh"
+  (cd "$2" && sha256sum -- * >.sums && mv .sums SHA256SUMS)
+  echo "sha256 of SHA256SUMS, to compare by another way: $(key "$2/SHA256SUMS")"
 }
 
 # --- commands ------------------------------------------------------------------------------------
@@ -246,65 +264,34 @@ build_venv() {
   tool_step
   wheel_steps "$2" "$BUILD/wheels-patched"
   deps_step "$1" "$2"
-  vllm_step "$1" "$form"
+  vllm_step "$1" "$2" "$form"
 }
 
 cmd_venv() {
-  local dir=$BUILD/venv
-  TARGET=
-  while (($#)); do
-    case $1 in
-      --target) want_value "$@"; TARGET=$2; shift ;;
-      -*) bad_usage "venv does not take $1" ;;
-      *) dir=$(realpath -m "$1") ;;
-    esac
-    shift
-  done
-  choose_target
+  options venv "DIR --target" "$@"
   if [[ $TARGET == cuda ]] && ! has_driver; then
     die "--target cuda needs an NVIDIA driver, found none (no /proc/driver/nvidia, nvidia-smi -L \
 fails); install the driver, or use --target cpu" 2
   fi
   STEPS=5
-  build_venv "$dir" "$TARGET"
-  echo "$dir"
+  build_venv "${DIR:-$BUILD/venv}" "$TARGET"
+  echo "${DIR:-$BUILD/venv}"
 }
 
 cmd_wheel() {
-  local dest=$ROOT/dist
-  TARGET=
-  while (($#)); do
-    case $1 in
-      --target) want_value "$@"; TARGET=$2; shift ;;
-      --dest) want_value "$@"; dest=$(realpath -m "$2"); shift ;;
-      *) bad_usage "wheel does not take $1" ;;
-    esac
-    shift
-  done
-  choose_target
+  options wheel "--target --dest" "$@"
   STEPS=3
   check_host
   lock_build
   tool_step
   need_space "$BUILD" 2 "the wheel"
-  wheel_steps "$TARGET" "$dest"
+  wheel_steps "$TARGET" "${DEST:-$ROOT/dist}"
   echo "$WHEEL"
 }
 
 cmd_bundle() {
-  local dest=$ROOT/dist/bundle part=0
-  TARGET=
-  while (($#)); do
-    case $1 in
-      --target) want_value "$@"; TARGET=$2; shift ;;
-      --dest) want_value "$@"; dest=$(realpath -m "$2"); shift ;;
-      --part-size) want_value "$@"; part=$2; shift ;;
-      *) bad_usage "bundle does not take $1" ;;
-    esac
-    shift
-  done
-  choose_target
-  [[ $part =~ ^[0-9]+$ ]] || bad_usage "--part-size takes a number of bytes, got '$part'"
+  options bundle "--target --dest --part-size" "$@"
+  local dest=${DEST:-$ROOT/dist/bundle}
   [[ -z $(ls -A "$dest" 2>/dev/null) ]] || die "$dest: expected a new or empty folder, found \
 files; choose another one" 2
   STEPS=6
@@ -315,9 +302,8 @@ files; choose another one" 2
   wheel_steps "$TARGET" "$BUILD/wheels-patched"
   step "deps-$TARGET" "the locked wheels for $TARGET and $("$PY" -V)" fetch_locked "$TARGET"
   step self "vllm-r3 as a wheel" make_self wheel:standard
-  step bundle "the bundle in $dest" vllm_r3_ship bundle --target "$TARGET" --dest "$dest" \
-    --part-size "$part" --vllm "$WHEEL" --self "$BUILD"/self/*.whl --wheels "$BUILD/locked-$TARGET"
-  rm -rf "$BUILD/locked-$TARGET"
+  step bundle "the bundle in $dest" make_bundle "$TARGET" "$dest" "${PART_SIZE:-0}"
+  rm -rf "$BUILD/bundle"
   cat "$BUILD/logs/bundle.log" >&2
   echo "$dest"
 }
@@ -329,8 +315,11 @@ cmd_image() {
   lock_build
   tool_step
   unlock_build
-  labels=$(vllm_r3_ship labels)
-  # shellcheck disable=SC2086 # words on purpose: "docker build", and one argument a line
+  labels=$(own_python -c 'from vllm_r3.series.folder import read_series
+series = read_series()
+print(f"--build-arg=R3_PIN={series.pin}", f"--build-arg=R3_SERIES={series.hash}")
+print("--build-arg=R3_VERSION=" + series.pin.patched_version("cuda"))')
+  # shellcheck disable=SC2086 # words on purpose: "docker build", and the build arguments
   exec ${IMAGE_BUILDER:-docker build} $labels --file "$ROOT/docker/Dockerfile" "$@" "$ROOT"
 }
 
@@ -343,11 +332,19 @@ cmd_demo() {
 }
 
 cmd_test() {
-  STEPS=10
+  local bin=$BUILD/venv/bin parts=()
+  while [[ ${1:-} =~ ^(unit|upstream|engine|serving)$ ]]; do
+    parts+=("tests/$1")
+    shift
+  done
+  (($# + ${#parts[@]})) || parts=(tests/unit tests/upstream tests/engine tests/serving)
+  STEPS=9
+  ((${#parts[@]} < 4)) || STEPS=10
   build_venv "$BUILD/venv" cpu
-  step fetch-cuda "the pinned wheel for cuda, which the series must fit too" fetch_wheel cuda
-  test_needs_step "$BUILD/venv"
-  local bin=$BUILD/venv/bin
+  ((STEPS == 9)) || step fetch-cuda "the pinned wheel for cuda, which the series must fit too" \
+    fetch_wheel cuda
+  cached "$BUILD/venv/.vllm-r3/test" "$(key "$PIN/locks/test.txt" "$BUILD/venv/.vllm-r3/deps")" \
+    test-needs "what the tests need" install_locked "$BUILD/venv" test
   cd "$ROOT"
   CHECKING=1
   step lint "ruff check" "$bin/ruff" check vllm_r3 tests
@@ -355,11 +352,8 @@ cmd_test() {
   step verify "vllm-r3 series verify" "$bin/vllm-r3" series verify --python "$bin/python"
   cat "$BUILD/logs/verify.log" >&2
   unlock_build
-  if (($# == 0)); then
-    set -- tests/unit tests/upstream tests/engine tests/serving
-  fi
   say "environment ready after $((SECONDS - START)) s; the tests:"
-  "$bin/python" -m pytest "$@" || FAILED+=("pytest")
+  "$bin/python" -m pytest "${parts[@]}" "$@" || FAILED+=("pytest")
   ((${#FAILED[@]} == 0)) || die "failed: $(IFS=,; echo "${FAILED[*]}")"
 }
 
@@ -386,7 +380,12 @@ resolve() { # LOCK ARGS: one lock for Python 3.10 to 3.13, with hashes and witho
 
 lock_target() {
   local needs=$BUILD/needs-$1.in
-  PYTHONPATH=$ROOT "$TOOL/bin/python" -m vllm_r3.wheel.requirements "$1" >"$needs"
+  own_python -c 'import sys
+from vllm_r3.series.folder import read_series
+from vllm_r3.series.pinned_wheel import pinned_wheel
+from vllm_r3.series.wheel import requirements
+target = sys.argv[1]
+print(*requirements(pinned_wheel(read_series().pin, target), target), sep="\n")' "$1" >"$needs"
   # with vllm-r3's own needs, of which unidiff's pin is younger than the release
   resolve "$PIN/locks/$1.txt" --exclude-newer "$AS_OF" --exclude-newer-package unidiff=2026-11-01 \
     --extra series "$needs" "$ROOT/pyproject.toml"
@@ -398,17 +397,35 @@ lock_test() {
 
 lock_tool() { (cd "$ROOT" && resolve "$PIN/locks/tool.txt" --group tool); }
 
-want_value() { (($# >= 2)) || bad_usage "$1 needs a value"; }
+# options COMMAND TAKES ARGS...: set TARGET, DEST, PART_SIZE and DIR from a command line.
+options() {
+  local command=$1 takes=" $2 "
+  TARGET='' DEST='' PART_SIZE='' DIR=''
+  shift 2
+  while (($#)); do
+    if [[ $1 == -* || $takes != *" DIR "* || $DIR ]]; then
+      [[ $takes == *" $1 "* ]] || bad_usage "$command does not take $1"
+      (($# >= 2)) || bad_usage "$1 needs a value"
+      case $1 in
+        --target) TARGET=$2 ;;
+        --dest) DEST=$(realpath -m "$2") ;;
+        --part-size) PART_SIZE=$2 ;;
+      esac
+      shift 2
+    else
+      DIR=$(realpath -m "$1")
+      shift
+    fi
+  done
+  [[ $TARGET ]] || TARGET=$(has_driver && echo cuda || echo cpu)
+  [[ $TARGET == cpu || $TARGET == cuda ]] || bad_usage "--target takes cpu or cuda, got '$TARGET'"
+  [[ $PART_SIZE =~ ^[0-9]*$ ]] || bad_usage "--part-size takes a number of bytes, got '$PART_SIZE'"
+}
 
 bad_usage() {
   say "build.sh: $1"
   usage >&2
   exit 2
-}
-
-choose_target() {
-  [[ -n $TARGET ]] || TARGET=$(has_driver && echo cuda || echo cpu)
-  [[ $TARGET == cpu || $TARGET == cuda ]] || bad_usage "--target takes cpu or cuda, got '$TARGET'"
 }
 
 main() {

@@ -97,9 +97,9 @@ check_overlay() {
   [[ $(setting $image Healthcheck.Test) == *healthcheck.py* ]] || fail "no HEALTHCHECK"
   while IFS="=" read -r name value; do
     same "label $name" "$value" "$(label $image "$name")"
-  done < <(PYTHONPATH=$ROOT "$ROOT/.build/tool/bin/python" -m vllm_r3.ship.labels \
-    | sed -e 's/^--build-arg=//' -e 's/^R3_PIN/vllm-r3.pin/' -e 's/^R3_SERIES/vllm-r3.series/' \
-      -e 's/^R3_VERSION/org.opencontainers.image.version/')
+  done < <(IMAGE_BUILDER="printf %s\\n" "$ROOT/build.sh" image \
+    | sed -n -e 's/^--build-arg=R3_PIN/vllm-r3.pin/p' -e 's/^--build-arg=R3_SERIES/vllm-r3.series/p' \
+      -e 's/^--build-arg=R3_VERSION/org.opencontainers.image.version/p')
 }
 
 # changed: the files of vLLM that are not the base's, sorted; those of the series and its version
@@ -116,8 +116,9 @@ check_changes() {
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from vllm_r3.series.folder import read_series, touched
-want = {*touched(read_series().patches()), "vllm/_version.py"}
+from vllm_r3.series.folder import read_series
+from vllm_r3.series.patch import blobs
+want = {*blobs(read_series().patches()), "vllm/_version.py"}
 found = set(Path(sys.argv[2]).read_text().split())
 # diff names a new folder alone
 new = {path for path in want for place in found if path.startswith(f"{place}/")}
@@ -200,10 +201,10 @@ main() {
   refuses "expected vLLM 0.21.0, found 0.20.2" no --target $target \
     --build-arg BASE_IMAGE=localhost/vllm-r3-test/older
   passed "a base with another vLLM is refused with both versions"
-  refuses "R3_SERIES: expected" no --target $target --build-arg R3_SERIES=0123
+  refuses "expected series 0123, found" no --target $target --build-arg R3_SERIES=0123
   passed "a label that does not say what was applied is refused"
   derive user useradd --uid 1234 --create-home worker
-  refuses "the base runs as user 1234, BASE_USER is 0 (0); pass --build-arg BASE_USER=1234" no \
+  refuses "the base runs as user 1234, BASE_USER is 0; pass --build-arg BASE_USER=1234" no \
     --target $target --build-arg BASE_IMAGE=localhost/vllm-r3-test/user
   build user-overlay --target $target --build-arg BASE_IMAGE=localhost/vllm-r3-test/user \
     --build-arg BASE_USER=worker || fail "build on a base with a user"

@@ -18,7 +18,7 @@ from engines import seeded_prompts
 
 from vllm_r3.demo.serve import Server
 from vllm_r3.series.folder import read_series
-from vllm_r3.series.source import pinned_wheel
+from vllm_r3.series.pinned_wheel import pinned_wheel
 
 ENV = {
     "TORCHDYNAMO_DISABLE": "1",

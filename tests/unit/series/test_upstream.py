@@ -7,24 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from sample_series import SOURCES, Lab
+from sample_series import FIRST, SECOND, SOURCES, Lab
 
 from vllm_r3.cli import main
 from vllm_r3.errors import R3Error
-from vllm_r3.series.apply import apply_series
-from vllm_r3.series.folder import Series, apply_patch, read_series
+from vllm_r3.series.folder import Series, read_series
 from vllm_r3.series.git import Git
-from vllm_r3.series.importing import commit_base
-from vllm_r3.series.source import pinned_wheel, python_files
-from vllm_r3.series.upstream import (
-    SENDER,
-    Sent,
-    read_tests,
-    upstream_patches,
-    write_upstream,
-)
+from vllm_r3.series.installed import apply_series
+from vllm_r3.series.patch import apply_patch
+from vllm_r3.series.pinned_wheel import pinned_wheel, python_files
+from vllm_r3.series.tree import commit_base, import_series, new_tree
+from vllm_r3.series.upstream import SENDER, export_upstream, read_tests, try_rebase
 
-FIRST = "moe_index_captured_rows_by_layer"
+TOPIC = FIRST.removesuffix(".patch")
 SPDX = (
     "# SPDX-License-Identifier: Apache-2.0\n"
     "# SPDX-FileCopyrightText: Copyright contributors to the vLLM project\n"
@@ -32,36 +27,33 @@ SPDX = (
 TEST = f'{SPDX}"""Rows — by layer."""\n\n\ndef test_rows():\n    assert True\n'
 
 
-def add_test(lab: Lab, topic: str = FIRST, path: str = "tests/v1/test_r3.py", text: str = TEST):
-    """A test of the checkout, and its line in tests.toml."""
-    index = lab.folder / "tests.toml"
-    number = index.read_text().count("=") if index.exists() else 0
-    file = lab.root / "tests" / f"own_{number}.py"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    title = "" if index.exists() and f"[{topic}]" in index.read_text() else f"[{topic}]\n"
-    with index.open("a") as lines:
-        lines.write(f'{title}"{path}" = "tests/{file.name}"\n')
+def add_tests(lab: Lab, topic: str = TOPIC, **files: str) -> None:
+    """Tests of the checkout, and their lines in tests.toml."""
+    root = lab.root / "tests" / "upstream" / "v1"
+    root.mkdir(parents=True)
+    for name, text in files.items():
+        (root / f"{name}.py").write_text(text, encoding="utf-8")
+    paths = ", ".join(f'"v1/{name}.py"' for name in files)
+    (lab.folder / "tests.toml").write_text(f"{topic} = [{paths}]\n")
 
 
-def checkout(sources: dict[str, bytes], tree: Path) -> Git:
-    """A git tree with the sources, as a checkout of vLLM at the tag has them."""
-    tree.mkdir()
-    git = Git(tree)
-    git.init()
-    commit_base(git, sources, "vLLM at the tag")
-    return git
+def send(lab: Lab, sender: str = SENDER) -> Git:
+    """Export the series and apply it with git am to a checkout of vLLM at the tag."""
+    dest = lab.root / "out"
+    export_upstream(lab.series(), SOURCES, dest, sender)
+    return am(SOURCES, dest, lab.root / "vllm-checkout")
 
 
-def am(git: Git, sent: list[Sent], *options: str) -> None:
-    for patch in sent:
-        git.run("am", "-q", "--no-3way", "--keep-cr", *options, data=patch.data)
+def am(sources: dict[str, bytes], dest: Path, checkout: Path) -> Git:
+    with new_tree(checkout) as git:
+        commit_base(git, sources, "vLLM at the tag")
+        git.run("am", "-q", "--no-3way", "--keep-cr", "--keep-non-patch", *sorted(dest.iterdir()))
+    return Git(checkout)
 
 
 def test_git_am_makes_the_files_of_apply(patched_lab: Lab) -> None:
-    add_test(patched_lab)
-    git = checkout(SOURCES, patched_lab.root / "vllm-checkout")
-    am(git, upstream_patches(patched_lab.series()), "--keep-non-patch")
+    add_tests(patched_lab, test_r3=TEST, __init__="")
+    git = send(patched_lab)
     site = patched_lab.site()
     apply_series(patched_lab.series(), site)
     for path in (site / "vllm").rglob("*.py"):
@@ -70,11 +62,11 @@ def test_git_am_makes_the_files_of_apply(patched_lab: Lab) -> None:
             assert (git.root / name).read_bytes() == path.read_bytes(), name
     assert not (git.root / "vllm/old/gone.py").exists()
     assert (git.root / "tests/v1/test_r3.py").read_text(encoding="utf-8") == TEST
+    assert (git.root / "tests/v1/__init__.py").read_bytes() == b""
 
 
 def test_commit_has_subject_message_and_sign_off_and_no_trailer_of_ours(patched_lab: Lab) -> None:
-    git = checkout(SOURCES, patched_lab.root / "vllm-checkout")
-    am(git, upstream_patches(patched_lab.series(), "Zoë M <zoe@example.org>"), "--keep-non-patch")
+    git = send(patched_lab, "Zoë M <zoe@example.org>")
     assert git.text("log", "--format=%an <%ae>%n%B", "-1", "HEAD~1") == (
         "Zoë M <zoe@example.org>\n"
         "[MoE] Index captured rows by layer\n\n"
@@ -86,20 +78,34 @@ def test_commit_has_subject_message_and_sign_off_and_no_trailer_of_ours(patched_
     )
 
 
-def test_upstream_number_becomes_a_related_line(patched_lab: Lab) -> None:
-    name = f"{FIRST}.patch"
-    file = patched_lab.folder / name
-    said = b"Upstream: vllm-project/vllm#12 (a part), vllm-project/vllm#7\n vllm-project/vllm#12"
-    file.write_bytes(file.read_bytes().replace(b"Upstream: none", said))
-    text = upstream_patches(patched_lab.series())[0].data.decode()
-    assert f"\n\nRelated: #12, #7\nSigned-off-by: {SENDER}\n---\nReason: permanent\n" in text
+def test_upstream_number_becomes_a_related_line_and_our_trailers_a_note(patched_lab: Lab) -> None:
+    file = patched_lab.folder / FIRST
+    upstream = (
+        b"Upstream: vllm-project/vllm#12 (a part), vllm-project/vllm#7\n vllm-project/vllm#12"
+    )
+    file.write_bytes(file.read_bytes().replace(b"Upstream: none", upstream))
+    send(patched_lab)
+    text = next((patched_lab.root / "out").glob("0001-*")).read_text()
+    assert "\nSubject: [PATCH 1/2] [MoE] Index captured rows by layer\n" in text
+    assert (
+        f"\n\nRelated: #12, #7\nSigned-off-by: {SENDER}\n---\n\n"
+        "Notes:\n    Reason: permanent\n    Upstream: vllm-project/vllm#12 (a part)"
+    ) in text
+
+
+def test_two_exports_are_the_same_bytes(patched_lab: Lab) -> None:
+    send(patched_lab)
+    again = patched_lab.root / "again"
+    export_upstream(patched_lab.series(), SOURCES, again)
+    assert [p.read_bytes() for p in sorted(again.iterdir())] == [
+        p.read_bytes() for p in sorted((patched_lab.root / "out").iterdir())
+    ]
 
 
 def test_command_lists_the_patches_with_their_tests(
     patched_lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    add_test(patched_lab)
-    add_test(patched_lab, path="tests/v1/__init__.py", text="")
+    add_tests(patched_lab, test_r3=TEST, __init__="")
     dest = patched_lab.root / "out"
     folder = ["--patches", str(patched_lab.folder)]
     assert main(["series", "export", *folder, "--upstream", str(dest)]) == 0
@@ -107,9 +113,6 @@ def test_command_lists_the_patches_with_their_tests(
     names = sorted(path.name for path in dest.iterdir())
     assert out == f"{names[0]}: 2 test files\n{names[1]}: no test files\n"
     assert err.startswith(f"placeholder sender: pass --sign-off, or replace '{SENDER}'")
-    git = checkout(SOURCES, patched_lab.root / "vllm-checkout")
-    am(git, upstream_patches(patched_lab.series()))
-    assert (git.root / "tests/v1/__init__.py").read_bytes() == b""
 
 
 def test_folder_with_files_is_refused(patched_lab: Lab) -> None:
@@ -117,7 +120,7 @@ def test_folder_with_files_is_refused(patched_lab: Lab) -> None:
     dest.mkdir()
     (dest / "notes.txt").write_text("mine")
     with pytest.raises(R3Error) as caught:
-        write_upstream(upstream_patches(patched_lab.series()), dest)
+        export_upstream(patched_lab.series(), SOURCES, dest)
     assert str(caught.value) == (
         f"{dest}: expected a new or empty folder, found files; choose another one"
     )
@@ -126,58 +129,70 @@ def test_folder_with_files_is_refused(patched_lab: Lab) -> None:
 @pytest.mark.parametrize("sender", ["Zoë", "Zoë <zoe>", "<zoe@example.org>", "Z <z@e>\nX: y <a@b>"])
 def test_sender_of_another_form_is_refused(patched_lab: Lab, sender: str) -> None:
     with pytest.raises(R3Error) as caught:
-        upstream_patches(patched_lab.series(), sender)
+        export_upstream(patched_lab.series(), SOURCES, patched_lab.root / "out", sender)
     assert str(caught.value) == f"--sign-off: expected 'Name <address>', got {sender!r}"
 
 
-def test_misplaced_test_is_refused(patched_lab: Lab) -> None:
-    add_test(patched_lab, path="unit/test_r3.py")
-    with pytest.raises(R3Error) as caught:
-        upstream_patches(patched_lab.series())
-    assert str(caught.value) == (
-        f"{patched_lab.folder / 'tests.toml'}: expected tests/..., as in vLLM's repository, "
-        "found unit/test_r3.py"
+def test_tests_that_do_not_fit_are_refused(patched_lab: Lab) -> None:
+    add_tests(patched_lab, test_r3="x = 1\n")
+    file = patched_lab.root / "tests" / "upstream" / "v1" / "test_r3.py"
+    index = patched_lab.folder / "tests.toml"
+
+    def refusal() -> str:
+        with pytest.raises(R3Error) as caught:
+            read_tests(patched_lab.series())
+        return str(caught.value)
+
+    assert refusal() == f"{file}: expected vLLM's two SPDX lines at the top"
+    file.unlink()
+    assert refusal() == f"{index}: {file}: No such file or directory; run in a checkout"
+    index.write_text('gone = ["v1/test_r3.py"]\n')
+    assert refusal() == f"{index}: expected patches of the series, found gone.patch"
+
+
+# --- another base ---
+
+
+def verdicts(lab: Lab, other: dict[str, bytes | None]) -> dict[str, str]:
+    sources = {path: data for path, data in {**SOURCES, **other}.items() if data is not None}
+    git = import_series(lab.series(), SOURCES, lab.root / "both", sources)
+    return dict(try_rebase(git, lab.series()))
+
+
+@pytest.mark.parametrize(
+    ("path", "before", "after", "first", "second"),
+    [
+        ("vllm/_version.py", b"generated", b"made", "clean", "clean"),
+        ("vllm/engine.py", b"line_01", b"# one\n# two\nline_01", "clean", "clean"),
+        ("vllm/engine.py", b"line_12 = 12", b"line_12 = 0", "merged", "clean"),
+        ("vllm/engine.py", b"line_30 = 30", b"line_30 = 0", "clean", "conflict: vllm/engine.py"),
+        ("vllm/old/gone.py", b"True", b"False", "clean", "conflict: vllm/old/gone.py"),
+    ],
+    ids=["elsewhere", "moved", "context", "changed-line", "file-to-remove"],
+)
+def test_patch_on_another_base_is_clean_merged_or_in_conflict(
+    patched_lab: Lab, path: str, before: bytes, after: bytes, first: str, second: str
+) -> None:
+    other = {path: SOURCES[path].replace(before, after, 1)}
+    assert other != {path: SOURCES[path]}
+    assert verdicts(patched_lab, other) == {FIRST: first, SECOND: second}
+
+
+def test_patch_on_top_of_a_conflicting_one_is_judged_by_itself(patched_lab: Lab) -> None:
+    found = verdicts(patched_lab, {"vllm/r3/store.py": b"theirs = 1\n"})
+    assert found == {FIRST: "conflict: vllm/r3/store.py", SECOND: "clean"}
+
+
+def test_rebase_in_the_tree_gives_the_series_on_the_other_base(patched_lab: Lab) -> None:
+    verdicts(
+        patched_lab,
+        {"vllm/engine.py": b"# one\n# two\n" + SOURCES["vllm/engine.py"], "vllm/_version.py": None},
     )
-
-
-def test_test_without_licence_header_is_refused(patched_lab: Lab) -> None:
-    add_test(patched_lab, text="x = 1\n")
-    with pytest.raises(R3Error) as caught:
-        upstream_patches(patched_lab.series())
-    assert str(caught.value) == (
-        f"{patched_lab.root / 'tests/own_0.py'}: expected vLLM's two SPDX lines at the top"
-    )
-
-
-def test_missing_test_is_refused(patched_lab: Lab) -> None:
-    add_test(patched_lab)
-    (patched_lab.root / "tests/own_0.py").unlink()
-    with pytest.raises(R3Error) as caught:
-        upstream_patches(patched_lab.series())
-    assert str(caught.value) == (
-        f"{patched_lab.folder / 'tests.toml'}: {patched_lab.root / 'tests/own_0.py'}: "
-        "No such file or directory; run in a checkout"
-    )
-
-
-def test_tests_of_no_patch_are_refused(patched_lab: Lab) -> None:
-    add_test(patched_lab, "gone")
-    with pytest.raises(R3Error) as caught:
-        upstream_patches(patched_lab.series())
-    assert str(caught.value) == (
-        f"{patched_lab.folder / 'tests.toml'}: expected patches of the series, found gone.patch"
-    )
-
-
-def test_one_test_file_of_two_patches_is_refused(patched_lab: Lab) -> None:
-    add_test(patched_lab)
-    add_test(patched_lab, patched_lab.series().order[1].removesuffix(".patch"))
-    with pytest.raises(R3Error) as caught:
-        upstream_patches(patched_lab.series())
-    assert str(caught.value) == (
-        f"{patched_lab.folder / 'tests.toml'}: two patches bring tests/v1/test_r3.py; "
-        "name them apart"
-    )
+    tree = patched_lab.root / "both"
+    patched_lab.git(tree, "rebase", "-q", "--onto", "r3-onto", "r3-base", "main")
+    text = (tree / "vllm/engine.py").read_bytes()
+    assert text.startswith(b"# one\n# two\n") and b"extra = 1\n" in text
+    assert not (tree / "vllm/_version.py").exists()
 
 
 # --- the series of this checkout ---
@@ -196,9 +211,8 @@ def test_this_series_by_git_am_makes_the_files_of_the_strict_reader(
     except R3Error as error:
         pytest.skip(f"the cpu wheel is not in the cache: {error}")
     sources = python_files(wheel)
-    git = checkout(sources, tmp_path / "vllm")
-    sent = upstream_patches(series)
-    am(git, sent, "--keep-non-patch")
+    sent = export_upstream(series, sources, tmp_path / "out")
+    git = am(sources, tmp_path / "out", tmp_path / "vllm")
     files: dict[str, bytes | None] = dict(sources)
     for patch in series.patches():
         apply_patch(patch, files)

@@ -11,39 +11,53 @@ import tarfile
 from pathlib import Path
 
 import pytest
-
-from vllm_r3.errors import R3Error
-from vllm_r3.series.folder import read_series
-from vllm_r3.ship.bundle import Bundle, write_bundle
-from vllm_r3.ship.parts import PartWriter
+from build_script import SCRIPT, sourced
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 NAME = f"vllm-r3-0.21.0+r3.1-cpu-cp{PYTHON.replace('.', '')}.tar"
 
 
+class Bundler:
+    """build.sh's own step on wheels that are only names and bytes, in a folder of `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.vllm = root / "vllm-0.21.0+r3.1.cpu-cp38-abi3-linux_x86_64.whl"
+        self.vllm.write_bytes(b"vllm")
+        self.own = root / "self" / "vllm_r3-0.1.0-py3-none-any.whl"
+        self.own.parent.mkdir()
+        self.own.write_bytes(b"own")
+
+    def make(self, name: str, part_size: int = 0, umask: str = "022") -> Path:
+        locked = self.root / "bundle"
+        for path, data in (
+            ("tool/uv-0.9-py3-none-x.whl", b"uv"),
+            ("wheels/b-2-py3-none-any.whl", b"b" * 30000),
+            ("wheels/a-1-py3-none-any.whl", b"a" * 30000),
+        ):
+            (locked / path).parent.mkdir(parents=True, exist_ok=True)
+            (locked / path).write_bytes(data)
+        dest = self.root / name
+        body = f"umask {umask}\nBUILD={self.root} PY={sys.executable} WHEEL={self.vllm}\n"
+        done = sourced(body + f"make_bundle cpu {dest} {part_size}\n")
+        assert done.returncode == 0, done.stderr
+        whole = hashlib.sha256((dest / "SHA256SUMS").read_bytes()).hexdigest()
+        assert done.stdout == f"sha256 of SHA256SUMS, to compare by another way: {whole}\n"
+        return dest
+
+
 @pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
-    """A bundle of wheels that are only names and bytes."""
-    locked = tmp_path / "locked"
-    (locked / "tool").mkdir(parents=True)
-    (locked / "tool" / "uv-0.9-py3-none-x.whl").write_bytes(b"uv")
-    for name in ("b-2-py3-none-any.whl", "a-1-py3-none-any.whl"):
-        (locked / name).write_bytes(name.encode() * 1000)
-    vllm = tmp_path / "vllm-0.21.0+r3.1.cpu-cp38-abi3-linux_x86_64.whl"
-    vllm.write_bytes(b"vllm")
-    own = tmp_path / "vllm_r3-0.1.0-py3-none-any.whl"
-    own.write_bytes(b"own")
-    return Bundle(read_series(), "cpu", vllm, own, locked)
+def bundler(tmp_path: Path) -> Bundler:
+    return Bundler(tmp_path)
 
 
 def joined(dest: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(dest.glob(f"{NAME}*")))
 
 
-def test_archive_holds_the_wheels_and_pins_them(bundle: Bundle, tmp_path: Path) -> None:
-    write_bundle(bundle, tmp_path / "out")
-    with tarfile.open(fileobj=io.BytesIO(joined(tmp_path / "out"))) as archive:
-        names = archive.getnames()
+def test_archive_holds_the_wheels_and_pins_them(bundler: Bundler) -> None:
+    with tarfile.open(fileobj=io.BytesIO(joined(bundler.make("out")))) as archive:
+        names = [member.name for member in archive if member.isfile()]
         requirements = archive.extractfile("requirements.txt")
         assert requirements is not None
         text = requirements.read().decode()
@@ -56,74 +70,37 @@ def test_archive_holds_the_wheels_and_pins_them(bundle: Bundle, tmp_path: Path) 
         "wheels/vllm-0.21.0+r3.1.cpu-cp38-abi3-linux_x86_64.whl",
         "wheels/vllm_r3-0.1.0-py3-none-any.whl",
     ]
-    assert text.startswith((bundle.series.folder / "locks" / "cpu.txt").read_text())
-    assert text.endswith(
-        "vllm==0.21.0+r3.1.cpu \\\n"
-        f"    --hash=sha256:{hashlib.sha256(b'vllm').hexdigest()}\n"
-        "vllm-r3==0.1.0 \\\n"
-        f"    --hash=sha256:{hashlib.sha256(b'own').hexdigest()}\n"
+    assert text == (SCRIPT.parent / "patches" / "v0.21.0" / "locks" / "cpu.txt").read_text() + (
+        f"vllm==0.21.0+r3.1.cpu --hash=sha256:{hashlib.sha256(b'vllm').hexdigest()}\n"
+        f"vllm-r3==0.1.0 --hash=sha256:{hashlib.sha256(b'own').hexdigest()}\n"
     )
 
 
-def test_two_bundles_of_the_same_wheels_are_the_same_bytes(bundle: Bundle, tmp_path: Path) -> None:
-    first = write_bundle(bundle, tmp_path / "one")
-    os.utime(bundle.vllm, (1, 1))
-    bundle.own.chmod(0o600)
-    assert write_bundle(bundle, tmp_path / "two") == first
+def test_two_bundles_of_the_same_wheels_are_the_same_bytes(bundler: Bundler) -> None:
+    first = bundler.make("one")
+    os.utime(bundler.vllm, (1, 1))
+    bundler.own.chmod(0o600)
+    second = bundler.make("two", umask="077")
+    assert (first / "SHA256SUMS").read_bytes() == (second / "SHA256SUMS").read_bytes()
 
 
 @pytest.mark.parametrize("size", [1000, 4096, 10**9])
-def test_parts_joined_are_the_archive(bundle: Bundle, tmp_path: Path, size: int) -> None:
-    write_bundle(bundle, tmp_path / "whole")
-    write_bundle(bundle, tmp_path / "parts", size)
-    assert joined(tmp_path / "parts") == joined(tmp_path / "whole")
-    parts = sorted((tmp_path / "parts").glob(f"{NAME}.*"))
-    assert [path.stat().st_size for path in parts[:-1]] == [size] * (len(parts) - 1)
-    assert 0 < parts[-1].stat().st_size <= size
+def test_parts_joined_are_the_archive(bundler: Bundler, size: int) -> None:
+    parts = bundler.make("parts", size)
+    assert joined(parts) == joined(bundler.make("whole"))
+    files = sorted(parts.glob(f"{NAME}.*"))
+    assert files[0].name == f"{NAME}.000"
+    assert [path.stat().st_size for path in files[:-1]] == [size] * (len(files) - 1)
+    assert 0 < files[-1].stat().st_size <= size
 
 
-def test_checksums_name_every_file(bundle: Bundle, tmp_path: Path) -> None:
-    dest = tmp_path / "out"
-    write_bundle(bundle, dest, 20000)
-    lines = (dest / "SHA256SUMS").read_text().splitlines()
-    assert lines == [
+def test_checksums_name_every_file(bundler: Bundler) -> None:
+    dest = bundler.make("out", 20000)
+    assert (dest / "SHA256SUMS").read_text().splitlines() == [
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}"
         for path in sorted(dest.iterdir())
         if path.name != "SHA256SUMS"
     ]
-
-
-def test_folder_in_use_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(R3Error) as caught:
-        write_bundle(bundle, tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path}: expected a new or empty folder, found files; choose another one"
-    )
-
-
-def test_bundle_without_uv_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    next((bundle.locked / "tool").glob("uv-*")).unlink()
-    with pytest.raises(R3Error) as caught:
-        write_bundle(bundle, tmp_path / "out")
-    assert str(caught.value) == (
-        f"{bundle.locked}: expected locked wheels and tool/uv-*.whl, run build.sh"
-    )
-
-
-@pytest.mark.parametrize("pieces", [[b"abcdefg"], [b"abc", b"", b"defg"], [b"abcd", b"efg"]])
-def test_parts_do_not_depend_on_how_they_are_written(tmp_path: Path, pieces: list[bytes]) -> None:
-    with PartWriter(tmp_path, "x", 3) as writer:
-        for piece in pieces:
-            assert writer.write(piece) == len(piece)
-    found = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert found == {"x.000": b"abc", "x.001": b"def", "x.002": b"g"}
-    assert writer.sums == {n: hashlib.sha256(data).hexdigest() for n, data in found.items()}
-
-
-def test_no_empty_part_follows_a_full_one(tmp_path: Path) -> None:
-    with PartWriter(tmp_path, "x", 3) as writer:
-        writer.write(b"abcdef")
-    assert sorted(writer.sums) == ["x.000", "x.001"]
 
 
 # --- the installer ---
@@ -140,10 +117,8 @@ def install(dest: Path, *args: str, **env: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.fixture
-def made(bundle: Bundle, tmp_path: Path) -> Path:
-    dest = tmp_path / "made"
-    write_bundle(bundle, dest, 20000)
-    return dest
+def made(bundler: Bundler) -> Path:
+    return bundler.make("made", 20000)
 
 
 def test_installer_without_folder_is_wrong_usage(made: Path) -> None:

@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = [
     ".ci/run",
     "build.sh",
+    "docker/install.sh",
     "tests/docker/base.sh",
     "tests/docker/bundle.sh",
     "tests/docker/image.sh",
-    "vllm_r3/ship/install.sh",
 ]
 
 

@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.pin import Pin, PinnedWheel
+from vllm_r3.series.folder import Pin, PinnedWheel
 
 OVERRIDE = "VLLM_R3_WHEEL"
 CACHE = "VLLM_R3_CACHE"
@@ -39,19 +39,11 @@ def pinned_wheel(pin: Pin, target: str, fetch: bool = True) -> Path:
         R3Error: it has another hash, or it is not here and cannot be downloaded.
     """
     wheel = pin.wheels[target]
+    path, advice = cache_folder() / wheel.file, "delete it to have it downloaded again"
     if OVERRIDE in os.environ:
-        return check_wheel(Path(os.environ[OVERRIDE]), wheel, f"${OVERRIDE} names it: unset or fix")
-    path = cache_folder() / wheel.file
-    if path.exists():
-        return check_wheel(path, wheel, "delete it to have it downloaded again")
-    if not fetch:
-        raise R3Error(f"{path}: expected the pinned wheel here, found none")
-    _download(wheel, path)
-    return check_wheel(path, wheel, "delete it to have it downloaded again")
-
-
-def check_wheel(path: Path, wheel: PinnedWheel, advice: str) -> Path:
-    """Return `path` if it is the pinned file, else raise with both hashes."""
+        path, advice = Path(os.environ[OVERRIDE]), f"${OVERRIDE} names it: unset or fix"
+    elif fetch and not path.exists():
+        _download(wheel, path)
     if not path.is_file():
         raise R3Error(f"{path}: expected the pinned wheel {wheel.file}, found no file; {advice}")
     found = file_sha256(path)

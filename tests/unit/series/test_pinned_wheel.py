@@ -10,8 +10,8 @@ import pytest
 from sample_series import SOURCES, Lab
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series import source
-from vllm_r3.series.pin import read_pin
+from vllm_r3.series import pinned_wheel as source
+from vllm_r3.series.folder import read_pin
 
 
 def test_cached_wheel_is_found_without_a_download(lab: Lab) -> None:

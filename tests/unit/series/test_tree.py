@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sample_series import SOURCES, Lab, snapshot
+from sample_series import FIRST, SECOND, SOURCES, Lab, snapshot
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.export import plan_export
-from vllm_r3.series.importing import import_series
-
-FIRST = "moe_index_captured_rows_by_layer.patch"
-SECOND = "frontend_add_the_endpoint_and_a_subject_so_long_that_it_folds.patch"
+from vllm_r3.series.tree import import_series, plan_export
 
 HOSTILE = """
 [user]
@@ -95,9 +91,24 @@ def test_tree_without_a_repository_of_its_own_is_refused(patched_lab: Lab) -> No
 def test_import_of_a_bad_patch_leaves_nothing(patched_lab: Lab) -> None:
     path = patched_lab.folder / SECOND
     path.write_bytes(path.read_bytes().replace(b"-line_30 = 30", b"-line_30 = 31"))
-    with pytest.raises(R3Error, match=f"patch 2 of 2: {SECOND} does not apply"):
+    with pytest.raises(R3Error) as caught:
         patched_lab.import_tree("broken")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"patch 2 of 2: {SECOND} does not apply: git am failed in ")
+    assert "error: patch failed: vllm/engine.py:28" in str(caught.value)
+    assert lines[-1].endswith("; see 'Resolve a conflict' in patches/README.md")
     assert [p.name for p in patched_lab.root.iterdir() if "broken" in p.name] == []
+
+
+def test_change_that_git_takes_but_the_patch_does_not_record_is_refused(patched_lab: Lab) -> None:
+    path = patched_lab.folder / FIRST
+    path.write_bytes(path.read_bytes().replace(b"+line_10 = 100", b"+line_10 = 101"))
+    with pytest.raises(R3Error) as caught:
+        patched_lab.import_tree("broken")
+    assert str(caught.value) == (
+        f"patch 1 of 2: {FIRST} does not apply: git made other blobs than it records of "
+        "vllm/engine.py; see 'Resolve a conflict' in patches/README.md"
+    )
 
 
 def test_import_into_a_folder_in_use_is_refused(patched_lab: Lab) -> None:
@@ -133,7 +144,7 @@ def test_check_writes_nothing_and_names_what_differs(patched_lab: Lab) -> None:
     patched_lab.git(tree, "commit", "-q", "--amend", "-m", "Renamed\n\nReason: x")
     before = snapshot(patched_lab.folder)
     plan = plan_export(tree, patched_lab.folder)
-    assert plan.changed == ["renamed.patch", "series", "hashes.toml"]
+    assert plan.changed == ["renamed.patch", "series", "SHA256SUMS"]
     assert plan.removed == [SECOND]
     assert snapshot(patched_lab.folder) == before
 
