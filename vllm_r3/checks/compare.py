@@ -91,11 +91,11 @@ def compare_servers(
 
 
 def _ask(server: Connection, tokens: list[int], max_tokens: int, shape: RouteShape) -> Side:
-    reply = server.generate(tokens, max_tokens)
-    routes = server.routes(reply, len(tokens), shape=shape)
+    answer = server.generate(tokens, max_tokens).good()
+    routes = server.decode(answer, len(tokens), shape=shape)
     if routes.rows is None or routes.token_ids is None:
         raise R3Error(f"{server.url}: {routes.note or 'expected token ids, got none'}")
-    raw = read_answer(reply.body).choices[0]
+    raw = read_answer(answer).choices[0]
     form = "base64" if isinstance(raw.generated, str) else "lists"
     dtype = getattr(decode_segment(raw.generated, "answer"), "dtype", "")
     return Side(server, routes, f"{raw.layout or 'full'} {form} {dtype}".rstrip())

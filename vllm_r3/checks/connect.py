@@ -34,10 +34,10 @@ def send(method: str, url: str, body: Any = None, timeout: float = 600.0) -> tup
         OSError: no connection; also when the server closed it without an answer.
     """
     data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
     try:
         near = urllib.parse.urlsplit(url).hostname in LOOPBACK  # a proxy could not reach it
         opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * near)
-        headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(url, data, headers, method=method)
         try:
             answer = opener.open(request, timeout=timeout)
@@ -62,6 +62,12 @@ class Reply:
         error = body.get("error", body.get("detail", body.get("message")))
         message = error.get("message") if isinstance(error, dict) else error
         return f"HTTP {self.status}" + (f", {message}" if message else "")
+
+    def good(self) -> Any:
+        """Return the body of an answer that must be a good one."""
+        if self.status != 200 or not isinstance(self.body, (dict, list)):
+            raise R3Error(f"expected HTTP 200 and a JSON object, got {self.why()}")
+        return self.body
 
 
 @dataclass(frozen=True)
@@ -109,15 +115,13 @@ class Connection:
 
     def prompt(self, length: int, room: int = 16) -> list[int]:
         """Return `length` token ids of plain text, fewer where the model holds fewer."""
-        if self.max_len is not None:
-            length = min(length, self.max_len - room)
+        length = length if self.max_len is None else min(length, self.max_len - room)
         if length < 1:
             raise R3Error(
                 f"{self.url}: expected room for a prompt, got a limit of {self.max_len} tokens"
             )
-        reply = self.post("/tokenize", {"model": self.model, "prompt": TEXT})
-        body = reply.body if isinstance(reply.body, dict) else {}
-        some = body.get("tokens") or list(range(3, 60))
+        body = self.post("/tokenize", {"model": self.model, "prompt": TEXT}).body
+        some = (body.get("tokens") if isinstance(body, dict) else None) or list(range(3, 60))
         return [some[at % len(some)] for at in range(length)]
 
     def generate(self, tokens: list[int], max_tokens: int, **more: Any) -> Reply:
@@ -136,11 +140,9 @@ class Connection:
         body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0.0}
         return self.post(path, {**body, "ignore_eos": True, "return_token_ids": True, **more})
 
-    def routes(self, reply: Reply, num_prompt: int | None, **more: Any) -> ChoiceRoutes:
-        """Decode the first choice of a reply, or say why that cannot be."""
-        if reply.status != 200:
-            raise R3Error(f"{self.url}: expected HTTP 200, got {reply.why()}")
-        return decode_choice(reply.body, num_prompt=num_prompt, **{"shape": self.shape, **more})
+    def decode(self, answer: Any, num_prompt: int, **known: Any) -> ChoiceRoutes:
+        """Decode the first choice of an answer, with what the server says of its model."""
+        return decode_choice(answer, num_prompt=num_prompt, **{"shape": self.shape, **known})
 
 
 def connect(url: str, timeout: float = 600.0) -> Connection:
@@ -155,8 +157,7 @@ def connect(url: str, timeout: float = 600.0) -> Connection:
     first = (models.get("data") if isinstance(models, dict) else None) or [{}]
     server = replace(server, model=first[0].get("id"), max_len=first[0].get("max_model_len"))
     if info.status == 200 and isinstance(info.body, dict):
-        version = str(info.body.get("version"))
-        return replace(server, kind="r3", version=version, info=info.body)
+        return replace(server, kind="r3", version=str(info.body.get("version")), info=info.body)
     for path, kind in VERSIONS.items():
         reply = server.get(path)
         if reply.status == 200 and isinstance(reply.body, dict) and "version" in reply.body:

@@ -78,7 +78,11 @@ def expert_load(arrays: Iterable[np.ndarray], shape: RouteShape) -> ExpertLoad:
 def read_rows(source: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteShape]:
     """Read rows from a file or, for an address, from a request to the server there."""
     if "://" in source:
-        return _from_server(source, shape)
+        server = connect(source)
+        shape = shape.joined(server.shape, source)
+        tokens = server.prompt(256, 64)
+        rows = server.decode(server.generate(tokens, 64).good(), len(tokens), shape=shape).rows
+        return [] if rows is None else [rows], shape
     path = Path(source)
     if not path.is_file():
         raise R3Error(f"{source}: expected a file or an address http://..., found neither")
@@ -96,14 +100,6 @@ def read_rows(source: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteSh
                 f"{source}: expected integer rows (rows, L, K), got {rows.dtype} {rows.shape}"
             )
     return found, shape
-
-
-def _from_server(url: str, shape: RouteShape) -> tuple[list[np.ndarray], RouteShape]:
-    server = connect(url)
-    shape = shape.joined(server.shape, url)
-    tokens = server.prompt(256, 64)
-    routes = server.routes(server.generate(tokens, 64), len(tokens), shape=shape)
-    return [] if routes.rows is None else [routes.rows], shape
 
 
 @contextmanager

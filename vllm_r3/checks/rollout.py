@@ -24,17 +24,16 @@ from vllm_r3.checks.rows import find_problems
 from vllm_r3.client.shape import RouteShape
 from vllm_r3.errors import R3Error
 
-OK, MISSING = "ok", "missing"
+OK, MISSING, ABORTED = "ok", "missing", "aborted without rows"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One sample's verdict: its name, `ok`, `missing` or what is wrong, and the details."""
+    """One sample's verdict: its name, `ok` or what is wrong, and the details."""
 
     sample: str
     kind: str
     details: tuple[str, ...] = ()
-    aborted: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,13 @@ class RolloutReport:
     @property
     def with_routing(self) -> int:
         """Samples that hold rows, right or wrong."""
-        return sum(verdict.kind != MISSING for verdict in self.verdicts)
+        return sum(verdict.kind not in (MISSING, ABORTED) for verdict in self.verdicts)
 
     @property
     def broken(self) -> list[Verdict]:
         """Samples that hold wrong rows, or none though one was needed."""
-        needed = self.min_with_routing is None
-        wanted = [v for v in self.verdicts if v.kind != MISSING or (needed and not v.aborted)]
-        return [verdict for verdict in wanted if verdict.kind != OK]
+        excused = (OK, ABORTED) if self.min_with_routing is None else (OK, ABORTED, MISSING)
+        return [verdict for verdict in self.verdicts if verdict.kind not in excused]
 
     @property
     def passed(self) -> bool:
@@ -63,9 +61,9 @@ class RolloutReport:
         needed = 1 if self.min_with_routing is None else self.min_with_routing
         return self.with_routing >= needed and not self.broken
 
-    def lines(self) -> list[str]:
-        """The report as text: one line a broken sample, then the sums."""
-        text = []
+    def lines(self, good_ones: bool = False) -> list[str]:
+        """The report as text: one line a broken (or each good) sample, then the sums."""
+        text = [f"{v.sample}: {v.kind}" for v in self.verdicts if good_ones and v.kind == OK]
         for verdict in self.broken:
             text.append(f"{verdict.sample}: {verdict.kind}")
             text += [f"  {detail}" for detail in verdict.details]
@@ -114,30 +112,23 @@ def load_samples(path: str | Path) -> list[Mapping[str, Any]]:
 def judge(sample: Mapping[str, Any], shape: RouteShape, index: int = 0) -> Verdict:
     """Give one sample's verdict: shape first, then values."""
     name = f"sample {sample.get('index', index)}"
-    aborted = sample.get("status") == "aborted"
     value = sample.get(FIELD)
     if value is None or (isinstance(value, (list, tuple)) and not value):
-        return Verdict(name, MISSING, (f"{FIELD} is {value!r}",), aborted)
-    rows = held_rows(value)
-    kind, detail = _misfit(rows, len(sample.get("tokens") or []), shape)
-    if kind:
-        return Verdict(name, kind, (detail,), aborted)
+        kind = ABORTED if sample.get("status") == "aborted" else MISSING
+        return Verdict(name, kind, (f"{FIELD} is {value!r}",))
+    rows, tokens = held_rows(value), len(sample.get("tokens") or [])
+    expected = (max(0, tokens - 1), shape.num_layers, shape.top_k)
+    told = (f"expected {expected} for {tokens} tokens, got {rows.shape}",)
+    if rows.ndim != 3:
+        return Verdict(name, "wrong rank", told)
+    if rows.dtype.kind not in "iu":
+        return Verdict(name, "wrong dtype", (f"expected integers, got {rows.dtype}",))
+    for axis, kind in enumerate(("wrong rows", "wrong layers", "wrong top-k")):
+        if expected[axis] not in (None, rows.shape[axis]):
+            return Verdict(name, kind, told)
     problems = find_problems(rows, shape)
     details = tuple(f"{kind}: {what}" for kind, what in problems.items())
-    return Verdict(name, next(iter(problems), OK), details, aborted)
-
-
-def _misfit(rows: np.ndarray, tokens: int, shape: RouteShape) -> tuple[str, str]:
-    expected = (max(0, tokens - 1), shape.num_layers, shape.top_k)
-    told = f"expected {expected} for {tokens} tokens, got {rows.shape}"
-    if rows.ndim != 3:
-        return "wrong rank", told
-    if rows.dtype.kind not in "iu":
-        return "wrong dtype", f"expected integers, got {rows.dtype}"
-    for axis, kind in enumerate(("wrong rows", "wrong layers", "wrong top-k")):
-        if expected[axis] is not None and rows.shape[axis] != expected[axis]:
-            return kind, told
-    return "", ""
+    return Verdict(name, next(iter(problems), OK), details)
 
 
 def load_torch_file(path: str | Path) -> Any:
@@ -171,11 +162,8 @@ def load_torch_file(path: str | Path) -> Any:
 
 def _numpy_globals() -> list[Any]:
     """The names that numpy arrays and scalars of numbers are pickled with, in numpy 1 and 2."""
-    allowed: list[Any] = [np.ndarray, np.dtype]
-    dtypes = getattr(np, "dtypes", None)
-    for name in dir(dtypes):
-        if name.endswith("DType") and not name.startswith(("Object", "Void")):
-            allowed.append(getattr(dtypes, name))
+    named = [name for name in dir(np.dtypes) if re.match("(?!Object|Void).*DType$", name)]
+    allowed = [np.ndarray, np.dtype, *(getattr(np.dtypes, name) for name in named)]
     for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
         with contextlib.suppress(ImportError, AttributeError):
             core = importlib.import_module(module)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_r3.checks.connect import CHAT, COMPLETIONS, INFO, TEXT, Connection, Reply, connect
+from vllm_r3.checks.connect import CHAT, COMPLETIONS, GENERATE, INFO, TEXT, Connection, connect
 from vllm_r3.checks.rows import compare_rows, find_problems
 from vllm_r3.client.npy import decode_segment
 from vllm_r3.errors import R3Error
@@ -47,7 +47,7 @@ class ServerReport:
     results: list[Result]
 
     def names(self, outcome: str) -> list[str]:
-        """Names of the checks with this outcome."""
+        """Return the names of the checks with this outcome."""
         return [result.name for result in self.results if result.outcome == outcome]
 
     @property
@@ -75,17 +75,17 @@ class Facts:
     tokens: list[int]
     max_tokens: int
     max_differing: float
-    first: Reply | None = None
+    first: Any = None
     rows: np.ndarray | None = None
     real: bool = False
 
-    def ask(self, tokens: list[int] | None = None, **more: Any) -> Reply:
-        """Send the prompt, or other tokens, to the generate endpoint."""
-        return self.server.generate(tokens or self.tokens, self.max_tokens, **more)
+    def ask(self, tokens: list[int] | None = None, **more: Any) -> Any:
+        """Send the prompt, or other tokens, to the generate endpoint; return the answer."""
+        return self.server.generate(tokens or self.tokens, self.max_tokens, **more).good()
 
-    def read(self, reply: Reply, start: int | None = None, prompt: int | None = None) -> np.ndarray:
-        """Decode a reply to the prompt and return its rows."""
-        routes = self.server.routes(reply, prompt or len(self.tokens), start=start)
+    def read(self, answer: Any, start: int | None = None, prompt: int | None = None) -> np.ndarray:
+        """Decode an answer to the prompt and return its rows."""
+        routes = self.server.decode(answer, prompt or len(self.tokens), start=start)
         if routes.rows is None:
             raise R3Error(routes.note)
         return routes.rows
@@ -99,6 +99,13 @@ class Facts:
     def same(self, found: np.ndarray, expected: np.ndarray, what: str) -> None:
         """Refuse rows that are impossible or not those of another answer."""
         compare_rows(found, expected, self.server.shape, what, max_differing=self.max_differing)
+
+
+CHECKS: dict[str, Callable[[Facts], None]] = {}
+
+
+def _check(name: str) -> Callable[[Callable[[Facts], None]], None]:
+    return lambda check: CHECKS.update({name: check})
 
 
 def verify_server(
@@ -126,17 +133,16 @@ def verify_server(
     if server.kind == "sglang":
         raise R3Error(f"{url}: expected a vLLM server, got SGLang {server.version}: use compare")
     facts = Facts(server, server.prompt(prompt_tokens, max_tokens), max_tokens, max_differing)
-    results = [_outcome(name, check, facts) for name, check in CHECKS]
+    results = [_outcome(name, check, facts) for name, check in CHECKS.items()]
     return ServerReport(server.url, server.version, results)
 
 
 def _outcome(name: str, check: Callable[[Facts], None], facts: Facts) -> Result:
     try:
         check(facts)
-    except NotChecked as error:
-        return Result(name, "not checked", str(error))
     except R3Error as error:
-        return Result(name, "FAILED", str(error))
+        outcome = "not checked" if isinstance(error, NotChecked) else "FAILED"
+        return Result(name, outcome, str(error))
     return Result(name)
 
 
@@ -160,119 +166,110 @@ def hold_form(answer: Mapping[str, Any], encoding: str, layout: str, dtype: str)
         raise R3Error("prompt_routed_experts: expected none in layout full, got one")
     for where, value in fields.items():
         if encoding == "npy":
-            _check_npy(value, dtype, where)
+            _hold_npy(value, WIRE_DTYPES.get(dtype, "|u1 or <i2"), where)
         elif not isinstance(value, list):
             raise R3Error(f"{where}: expected nested lists, got {reprlib.repr(value)}")
 
 
-def _check_npy(text: Any, dtype: str, where: str) -> None:
+def _hold_npy(text: Any, dtype: str, where: str) -> None:
     if not isinstance(text, str) or not text.startswith(NPY_1_0):
         raise R3Error(f"{where}: expected base64 of npy format 1.0, got {reprlib.repr(text)}")
     rows = decode_segment(text, where)
-    if rows.dtype.str != WIRE_DTYPES.get(dtype) or rows.ndim != 3 or not rows.flags.c_contiguous:
+    order = "C" if rows.flags.c_contiguous else "Fortran"
+    if rows.dtype.str != dtype or rows.ndim != 3 or order != "C":
         raise R3Error(
-            f"{where}: expected {WIRE_DTYPES.get(dtype)} (rows, L, K) in C order, got "
-            f"{rows.dtype.str} {rows.shape}{'' if rows.flags.c_contiguous else ' in another'}"
+            f"{where}: expected {dtype} (rows, L, K) in C order, got {rows.dtype.str} "
+            f"{rows.shape} in {order} order"
         )
 
 
-def check_info(facts: Facts) -> None:
-    reply = facts.server.get(INFO)
-    if reply.status != 200 or not isinstance(reply.body, dict):
-        raise R3Error(f"expected HTTP 200 and a JSON object, got {reply.why()}")
-    if reply.body.get("enabled") is False:
+@_check(f"GET {INFO}")
+def _info(facts: Facts) -> None:
+    info = facts.server.get(INFO).good()
+    if info.get("enabled") is False:
         raise R3Error("enabled is false: start the server with --enable-return-routed-experts")
-    lacking = ", ".join(name for name in INFO_FIELDS if name not in reply.body)
+    lacking = ", ".join(name for name in INFO_FIELDS if name not in info)
     if lacking:
         raise R3Error(f"expected the fields {', '.join(INFO_FIELDS)}, got none of {lacking}")
 
 
-def check_generate(facts: Facts) -> None:
+@_check(f"rows from {GENERATE}")
+def _generate(facts: Facts) -> None:
     facts.first = facts.ask()
     facts.rows = facts.read(facts.first)
 
 
-def check_values(facts: Facts) -> None:
+@_check("row values: different experts in every MoE layer")
+def _values(facts: Facts) -> None:
     problems = find_problems(facts.cold(), facts.server.shape)
     if problems:
         raise R3Error("\n".join(f"{kind}: {what}" for kind, what in problems.items()))
     facts.real = True
 
 
-def check_meta(facts: Facts) -> None:
+@_check("routed_experts_meta")
+def _meta(facts: Facts) -> None:
     facts.cold()
-    if not isinstance(facts.first.body.get("routed_experts_meta"), dict):
+    if not isinstance(facts.first.get("routed_experts_meta"), dict):
         raise R3Error("expected routed_experts_meta beside the rows, got none")
-    hold_meta(facts.first.body, facts.server.info)
+    hold_meta(facts.first, facts.server.info)
 
 
-def check_warm(facts: Facts) -> None:
+@_check("warm equals cold")
+def _warm(facts: Facts) -> None:
     cold = facts.cold()
     if not facts.real:
         raise NotChecked("the first answer's rows are not real ones")
     facts.same(facts.read(facts.ask()), cold, "the second answer")
 
 
-def check_completions(facts: Facts) -> None:
+@_check(f"rows from {COMPLETIONS}")
+def _completions(facts: Facts) -> None:
     cold = facts.cold()
     reply = facts.server.openai(COMPLETIONS, facts.max_tokens, prompt=facts.tokens)
-    facts.same(facts.read(reply), cold, COMPLETIONS)
+    facts.same(facts.read(reply.good()), cold, COMPLETIONS)
 
 
-def check_chat(facts: Facts) -> None:
+@_check(f"rows from {CHAT}")
+def _chat(facts: Facts) -> None:
     facts.cold()
     messages = [{"role": "user", "content": TEXT}]
-    reply = facts.server.openai(CHAT, facts.max_tokens, messages=messages)
-    if reply.status != 200:
-        raise R3Error(f"expected HTTP 200, got {reply.why()}")
-    prompt = reply.body.get("prompt_token_ids") or []
-    rows, again = (facts.read(r, prompt=len(prompt)) for r in (reply, facts.ask(prompt)))
+    answer = facts.server.openai(CHAT, facts.max_tokens, messages=messages).good()
+    prompt = answer.get("prompt_token_ids") or []
+    rows, again = (facts.read(part, prompt=len(prompt)) for part in (answer, facts.ask(prompt)))
     facts.same(rows, again, CHAT)
 
 
-def check_start(facts: Facts) -> None:
+@_check("routed_experts_prompt_start")
+def _start(facts: Facts) -> None:
     cold, length = facts.cold(), len(facts.tokens)
     for start in (1, length - 1, length):
-        reply = facts.ask(routed_experts_prompt_start=start)
-        facts.same(facts.read(reply, start), cold[start:], f"start {start}")
+        answer = facts.ask(routed_experts_prompt_start=start)
+        facts.same(facts.read(answer, start), cold[start:], f"start {start}")
 
 
-def check_bad_start(facts: Facts) -> None:
+@_check("routed_experts_prompt_start past the prompt is refused")
+def _bad_start(facts: Facts) -> None:
     start = len(facts.tokens) + 1
-    reply = facts.ask(routed_experts_prompt_start=start)
+    body = {"routed_experts_prompt_start": start}
+    reply = facts.server.generate(facts.tokens, facts.max_tokens, **body)
     if reply.status != 400:
-        raise R3Error(
-            f"expected HTTP 400 for start {start} of {start - 1} tokens, got {reply.why()}"
-        )
+        why = reply.why()
+        raise R3Error(f"expected HTTP 400 for start {start} of {start - 1} tokens, got {why}")
 
 
-def check_off(facts: Facts) -> None:
-    reply = facts.ask(return_routed_experts=False)
-    if reply.status != 200:
-        raise R3Error(f"expected HTTP 200, got {reply.why()}")
-    if reply.body["choices"][0].get("routed_experts") is not None:
+@_check("return_routed_experts false")
+def _off(facts: Facts) -> None:
+    answer = facts.ask(return_routed_experts=False)
+    if answer["choices"][0].get("routed_experts") is not None:
         raise R3Error("expected an answer without rows, got rows")
 
 
-def check_forms(facts: Facts) -> None:
+@_check("routed_experts_encoding and routed_experts_layout")
+def _forms(facts: Facts) -> None:
     cold = facts.cold()
     for encoding in ("npy", "list"):
         for layout in ("split", "full"):
-            reply = facts.ask(routed_experts_encoding=encoding, routed_experts_layout=layout)
-            facts.same(facts.read(reply), cold, f"{encoding} {layout}")
-            hold_form(reply.body, encoding, layout, str(cold.dtype))
-
-
-CHECKS: list[tuple[str, Callable[[Facts], None]]] = [
-    (f"GET {INFO}", check_info),
-    ("rows from /inference/v1/generate", check_generate),
-    ("row values: different experts in every MoE layer", check_values),
-    ("routed_experts_meta", check_meta),
-    ("warm equals cold", check_warm),
-    ("rows from /v1/completions", check_completions),
-    ("rows from /v1/chat/completions", check_chat),
-    ("routed_experts_prompt_start", check_start),
-    ("routed_experts_prompt_start past the prompt is refused", check_bad_start),
-    ("return_routed_experts false", check_off),
-    ("routed_experts_encoding and routed_experts_layout", check_forms),
-]
+            answer = facts.ask(routed_experts_encoding=encoding, routed_experts_layout=layout)
+            facts.same(facts.read(answer), cold, f"{encoding} {layout}")
+            hold_form(answer, encoding, layout, str(cold.dtype))

@@ -134,13 +134,11 @@ def _count(raw: RawChoice, num_prompt: int | None, start: int | None, where: str
     if num_prompt is None:
         raise RoutesError(f"{where}: the answer does not say its prompt tokens: give num_prompt")
     if raw.num_generated is None:
-        raise RoutesError(
-            f"{where}: the answer does not say its tokens: ask with return_token_ids true"
-        )
+        raise RoutesError(f"{where}: the answer has no tokens: ask with return_token_ids true")
     start = raw.start or 0 if start is None else start
-    count = Count(int(num_prompt), raw.num_generated, int(start))
-    count.check(where)
-    return count
+    if not 0 <= start <= num_prompt:
+        raise RoutesError(f"{where}: start must be in [0, {num_prompt}], got {start}")
+    return Count(int(num_prompt), raw.num_generated, int(start))
 
 
 def row_versions(spans: list[tuple[str, int, int]], count: Count) -> list[str]:

@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_r3.client.shape import RoutesError, RouteShape, check_ids, dtype_for
+from vllm_r3.client.shape import (
+    MAX_EXPERTS,
+    UINT8_MAX_EXPERTS,
+    RoutesError,
+    RouteShape,
+    check_ids,
+    dtype_for,
+)
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,6 @@ class Count:
         """Rows [start, S - 1)."""
         return max(0, self.num_tokens - 1 - self.start)
 
-    def check(self, where: str) -> None:
-        """Refuse a start outside [0, P]."""
-        if not 0 <= self.start <= self.num_prompt:
-            raise RoutesError(f"{where}: start must be in [0, {self.num_prompt}], got {self.start}")
-
 
 def merge_segments(
     segments: list[np.ndarray | None],
@@ -60,21 +62,13 @@ def merge_segments(
     count: Count,
     where: str,
 ) -> np.ndarray:
-    """Join decoded segments in order.
-
-    Args:
-        segments: arrays of `decode_segment`, in row order.
-        expected: the row count that each must have.
-        shape: what is known of the model.
-        count: the token counts, for the message.
-        where: names request and choice in errors.
+    """Join segments of `decode_segment` in row order, each with its expected row count.
 
     Returns:
         A contiguous, writable array (sum of expected, L, K), uint8 or int16 by the dtype rule.
 
     Raises:
-        RoutesError: a segment has another row count, layer count, top-k or dtype, or an impossible
-            id.
+        RoutesError: a segment has other rows, layers, top-k or dtype, or an impossible id.
     """
     parts = [_with_sides(segment, shape, where) for segment in segments]
     shape = _learn_sides(parts, shape, where)
@@ -84,10 +78,20 @@ def merge_segments(
             f"{where}: expected rows {_describe(expected, sides)} for {count.num_tokens} tokens "
             f"from start {count.start}, got {_describe(found, sides)}"
         )
-    full = [part for part in parts if len(part)]
-    for part in full:
+    parts = [part for part in parts if len(part)]
+    for part in parts:
         check_ids(part, shape.num_experts, where)
-    return _joined(full, sum(expected), sides, shape)
+    narrow = all(part.dtype == np.uint8 for part in parts)
+    dtype = dtype_for(shape.num_experts or (UINT8_MAX_EXPERTS if narrow else MAX_EXPERTS))
+    if len(parts) == 1 and parts[0].shape[1:] == sides:
+        return np.require(parts[0], dtype, ("C", "W"))
+    result = np.zeros((sum(expected), *sides), dtype)
+    at = 0
+    for part in parts:
+        layers = slice(None) if part.shape[1] == sides[0] else list(shape.moe_layers or ())
+        result[at : at + len(part), layers] = part
+        at += len(part)
+    return result
 
 
 def _describe(rows: list[int], sides: tuple[int, int]) -> str:
@@ -105,17 +109,14 @@ def _with_sides(segment: np.ndarray | None, shape: RouteShape, where: str) -> np
         return segment
     if segment.ndim != 1:
         raise RoutesError(f"{where}: expected rows (rows, L, K), got shape {segment.shape}")
-    if shape.num_layers is None or shape.top_k is None:
+    size, layers, top_k = segment.size, shape.num_layers, shape.top_k
+    if layers is None or top_k is None:
         raise RoutesError(
-            f"{where}: {segment.size} values came without a shape: give num_layers and top_k to "
-            "read them"
+            f"{where}: {size} values came without a shape: give num_layers and top_k to read them"
         )
-    if segment.size % (shape.num_layers * shape.top_k):
-        raise RoutesError(
-            f"{where}: expected a multiple of {shape.num_layers} x {shape.top_k} values, got "
-            f"{segment.size}"
-        )
-    return segment.reshape(-1, shape.num_layers, shape.top_k)
+    if size % (layers * top_k):
+        raise RoutesError(f"{where}: expected a multiple of {layers} x {top_k} values, got {size}")
+    return segment.reshape(-1, layers, top_k)
 
 
 def _learn_sides(parts: list[np.ndarray], shape: RouteShape, where: str) -> RouteShape:
@@ -124,33 +125,13 @@ def _learn_sides(parts: list[np.ndarray], shape: RouteShape, where: str) -> Rout
         layers, top_k = part.shape[1:]
         if layers == top_k == 0:
             continue
-        known = (shape.num_layers or layers, shape.top_k or top_k)
-        moe_only = layers == len(shape.moe_layers or ())
-        if top_k != known[1] or (layers != known[0] and not moe_only):
+        shape = replace(shape, num_layers=shape.num_layers or layers, top_k=shape.top_k or top_k)
+        fitting = (shape.num_layers, len(shape.moe_layers or ()))
+        if top_k != shape.top_k or layers not in fitting:
             hint = "; a server that sends MoE layers only needs moe_layers given"
-            hint = "" if shape.moe_layers or layers == known[0] else hint
+            hint = "" if shape.moe_layers or layers in fitting else hint
             raise RoutesError(
-                f"{where}: expected {known[0]} layers and top_k {known[1]}, got shape "
+                f"{where}: expected {shape.num_layers} layers and top_k {shape.top_k}, got shape "
                 f"{part.shape}{hint}"
             )
-        shape = replace(shape, num_layers=known[0], top_k=known[1])
     return shape
-
-
-def _joined(
-    parts: list[np.ndarray], rows: int, sides: tuple[int, int], shape: RouteShape
-) -> np.ndarray:
-    dtype = np.dtype(np.int16)
-    if shape.num_experts is not None:
-        dtype = dtype_for(shape.num_experts)
-    elif all(part.dtype == np.uint8 for part in parts):
-        dtype = np.dtype(np.uint8)
-    if len(parts) == 1 and parts[0].shape[1:] == sides:
-        return np.require(parts[0], dtype, ("C", "W"))
-    result = np.zeros((rows, *sides), dtype)
-    at = 0
-    for part in parts:
-        layers = slice(None) if part.shape[1] == sides[0] else list(shape.moe_layers or ())
-        result[at : at + len(part), layers] = part
-        at += len(part)
-    return result

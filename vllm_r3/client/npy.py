@@ -30,18 +30,14 @@ HEADER_BYTES = 1 << 14  # numpy itself refuses headers of more than 10,000
 
 
 def decode_segment(value: Any, where: str) -> np.ndarray | None:
-    """Decode one field.
-
-    Args:
-        value: None, nested lists, a base64 string, or an array (as the offline API gives it).
-        where: names the request and the field in errors.
+    """Decode one field: None, nested lists, base64, or an array as the offline API gives it.
 
     Returns:
         None for null, else an array: (rows, L, K), or flat where the sender left out the shape
         (headerless). An empty list gives shape (0, 0, 0).
 
     Raises:
-        RoutesError: the field cannot be such an array.
+        RoutesError: the field cannot be such an array; `where` names request and field.
     """
     if value is None:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -115,13 +115,11 @@ class RouteShape:
     def joined(self, other: RouteShape, where: str) -> RouteShape:
         """Fill this shape's unknowns from `other`; raise RoutesError where they disagree."""
         known: dict[str, Any] = {}
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
             if mine is not None and theirs is not None and mine != theirs:
-                raise RoutesError(
-                    f"{where}: expected {field.name} {_plain(mine)}, got {_plain(theirs)}"
-                )
-            known[field.name] = theirs if mine is None else mine
+                raise RoutesError(f"{where}: expected {name} {mine}, got {theirs}")
+            known[name] = theirs if mine is None else mine
         return RouteShape(**known)
 
 
@@ -131,8 +129,7 @@ UNKNOWN = RouteShape()
 def moe_layers_of(num_layers: int, freq: int | list[int]) -> tuple[int, ...]:
     """Turn Megatron's `moe_layer_freq` into global layer numbers.
 
-    An integer N means that every layer divisible by N routes; a list holds 1 for each layer that
-    does.
+    An integer N: every layer divisible by N routes; a list holds 1 for each layer that does.
     """
     if isinstance(freq, int):
         return tuple(range(0, num_layers, freq))
@@ -141,7 +138,3 @@ def moe_layers_of(num_layers: int, freq: int | list[int]) -> tuple[int, ...]:
             f"moe_layer_freq must have one entry for each of {num_layers} layers, got {len(freq)}"
         )
     return tuple(layer for layer, routes in enumerate(freq) if routes)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

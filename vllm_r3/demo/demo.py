@@ -18,7 +18,7 @@ import numpy as np
 
 from vllm_r3.checks.rows import compare_rows
 from vllm_r3.checks.server import hold_form, hold_meta
-from vllm_r3.client import RouteShape, decode_choice
+from vllm_r3.client import ChoiceRoutes, decode_choice
 from vllm_r3.demo.serve import Server
 from vllm_r3.errors import R3Error
 
@@ -66,10 +66,11 @@ def demo(kind: str, port: int | None = None, keep: Path | None = None) -> None:
     server = Server(model, *ENGINE_OPTIONS, log_path=log, port=port, env=ENGINE_ENV, progress=_note)
     with server:
         info = server.ask("/routed_experts/info")
+        print(f"/routed_experts/info           {info}")
         step(f"ask for {MAX_TOKENS} tokens after {len(prompt)}, twice: cold, then cached prompt")
         cold, again = (_ask(server, prompt, info) for _ in range(2))
         cached = _cached_tokens(server)
-        _show(cold, len(prompt))
+        _show(cold)
         step("sample more texts and replay their rows in transformers")
         report = replay(str(model), server.url, dtype="float32", texts=4)
         step("stop the server")
@@ -77,19 +78,14 @@ def demo(kind: str, port: int | None = None, keep: Path | None = None) -> None:
     oracle = Oracle(str(model))
     if oracle.moe_layers != info["moe_layers"]:
         raise R3Error(f"moe_layers: expected {oracle.moe_layers}, got {info['moe_layers']}")
-    compared = {}
-    for name, answer in (("cold", cold), ("again", again)):
-        choice = decode_choice(answer, num_prompt=len(prompt), shape=RouteShape.from_meta(info))
+    found = {}
+    for name, choice in (("cold", cold), ("again", again)):
         truth = oracle.truth([*prompt, *choice.token_ids])
-        compared[name] = compare_rows(
-            choice.rows, truth.rows, oracle.shape, "answer", truth.margins
-        )
+        found[name] = compare_rows(choice.rows, truth.rows, oracle.shape, "answer", truth.margins)
     step("report")
-    for name, done in compared.items():
-        print(
-            f"{name:<6} {done.rows} rows, {done.cells} cells (token, layer): all agree with the "
-            "oracle"
-        )
+    for name, done in found.items():
+        cells = f"{done.cells} cells (token, layer)"
+        print(f"{name:<6} {done.rows} rows, {cells}: all agree with the oracle")
     print(f"cached {cached} prompt tokens of the second request came from the prefix cache")
     print("\n".join(report.lines()))
     if not cached:
@@ -126,20 +122,18 @@ def _quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _ask(server: Server, prompt: list[int], info: dict[str, Any]) -> dict[str, Any]:
+def _ask(server: Server, prompt: list[int], info: dict[str, Any]) -> ChoiceRoutes:
     sampling = {"max_tokens": MAX_TOKENS, "logprobs": 1, "temperature": 0.0}
     body = {"token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
     answer = server.ask("/inference/v1/generate", body)
     hold_meta(answer, info)
     hold_form(answer, "npy", "split", info["dtype"])
-    return answer
+    return decode_choice(answer, num_prompt=len(prompt))
 
 
-def _show(answer: dict[str, Any], num_prompt: int) -> None:
+def _show(choice: ChoiceRoutes) -> None:
     """Print shapes and first rows as a trainer sees them."""
-    choice = decode_choice(answer, num_prompt=num_prompt)
-    prompt, generated = np.split(choice.rows, [num_prompt])
-    print(f"routed_experts_meta            {answer['routed_experts_meta']}")
+    prompt, generated = np.split(choice.rows, [choice.count.num_prompt])
     print(f"prompt_routed_experts          {prompt.dtype} {prompt.shape}")
     print(f"choices[0].routed_experts      {generated.dtype} {generated.shape}")
     print(f"choices[0].token_ids           {choice.count.num_generated} tokens")

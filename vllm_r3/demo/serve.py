@@ -33,15 +33,12 @@ _RECORD = re.compile(r" (DEBUG|INFO|WARNING|ERROR) \d|^(\(.*?\) )?(Traceback| +F
 _FRAME = re.compile(r"\] +(File |\^+|raise |return )|\] {4,}\S|Traceback \(|\] *$")
 
 
-def free_port() -> int:
-    """Return a loopback port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def free_port(port: int = 0) -> int:
+    """Return this loopback port, or some one, that nothing listens on at this moment.
 
-
-def require_free(port: int) -> None:
-    """Raise R3Error if something already listens on `port`."""
+    Raises:
+        R3Error: the port is in use.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -51,6 +48,7 @@ def require_free(port: int) -> None:
                 f"{HOST}:{port}: expected a free port, found it in use ({error.strerror}); "
                 "stop what listens there or choose another port"
             ) from None
+        return int(probe.getsockname()[1])
 
 
 def vllm_program() -> str:
@@ -131,7 +129,7 @@ class Server:
         Raises:
             R3Error: the port is in use, there is no `vllm`, the process died or took too long.
         """
-        require_free(self.port)
+        free_port(self.port)
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         try:
             with self.log_path.open("wb") as log:
@@ -202,24 +200,11 @@ class Server:
             raise R3Error(f"{method} {path}: expected 200, got {status}: {answer.decode()[:500]}")
         return json.loads(answer)
 
-    @property
-    def pid(self) -> int:
-        """Process id, which is also that of the process group. Only while it runs."""
-        assert self._process is not None
-        return self._process.pid
-
     def stop(self) -> None:
         """End the process and all it started: SIGTERM, then SIGKILL after STOP_S seconds."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        _signal_group(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=STOP_S)
-        _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
+        for number, patience in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, None)):
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(timeout=patience)

@@ -48,19 +48,17 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(s, special=True) for s in SPECIALS])
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise AssertionError(f"vocabulary is {tokenizer.get_vocab_size()}, not {VOCAB_SIZE}")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        additional_special_tokens=[START_TURN, END_TURN],
-    )
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    turns = {
+        "eos_token": END,
+        "pad_token": END,
+        "additional_special_tokens": [START_TURN, END_TURN],
+    }
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **turns)
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
 
 
 def plain_ids() -> list[int]:
     """Ids whose text is printable ASCII: the ones a tiny model is made to prefer."""
-    printable = [b for b in range(33, 127)]
-    return [*printable, *range(256, EOS_ID)]
+    return [*range(33, 127), *range(256, EOS_ID)]

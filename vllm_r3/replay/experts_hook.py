@@ -27,7 +27,6 @@ from vllm_r3.errors import R3Error
 if TYPE_CHECKING:
     import torch
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # largest error, relative to a token's largest weight, of a rule that counts as the model's own
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 2e-2
 
@@ -75,7 +74,7 @@ class Site:
     layer: int
     experts: Any
     gate: Any
-    scales: tuple[float, ...]
+    scales: set[float]
     rule: WeightRule | None = None
 
     def force(
@@ -159,18 +158,13 @@ def load_model(model_dir: str, dtype: str, **options: Any) -> Any:
 def _sites(model: Any) -> Iterator[Site]:
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        found = LAYER.search(name)
-        if not name.endswith(".experts") or found is None:
-            continue
-        block = modules[name.removesuffix(".experts")]
+        found = re.search(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?experts$", name)
+        block = modules[name.removesuffix(".experts")] if found else None
         gate = getattr(block, "gate", None) or getattr(block, "router", None)
-        if gate is not None and getattr(gate, "weight", None) is not None:
-            named = (
-                getattr(holder, "routed_scaling_factor", 1.0)
-                for holder in (block, gate, model.config)
-            )
-            scales = tuple(dict.fromkeys([*(float(scale or 1.0) for scale in named), 1.0]))
-            yield Site(int(found.group(1)), module, gate, scales)
+        if found and getattr(gate, "weight", None) is not None:
+            holders = (block, gate, model.config)
+            named = (getattr(holder, "routed_scaling_factor", None) or 1.0 for holder in holders)
+            yield Site(int(found.group(1)), module, gate, {*map(float, named), 1.0})
 
 
 def _logits(hidden: torch.Tensor, gate: Any, wide: bool) -> torch.Tensor:

@@ -28,15 +28,6 @@ NOISE = 1e-4
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One sampled text: all tokens, log p of the generated ones (G,), and rows (S - 1, L, K)."""
-
-    tokens: list[int]
-    log_probs: np.ndarray
-    rows: np.ndarray
-
-
-@dataclass(frozen=True)
 class Mismatch:
     """How far the trainer's log p is from the server's, over N texts of G tokens.
 
@@ -99,8 +90,8 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report for a JSON file."""
-        named = {name: getattr(self, name) for name in ("model", "dtype", "texts")}
-        named["rows_differing"] = self.rows_differing
+        names = ("model", "dtype", "texts", "rows_differing")
+        named = {name: getattr(self, name) for name in names}
         for name, side in (("free", self.free), ("replayed", self.replayed)):
             positions = [float(f"{value:.4g}") for value in side.by_position()]
             named[name] = {"mean_kl": side.kl, "max_abs_delta": side.largest}
@@ -109,9 +100,15 @@ class ReplayReport:
 
 
 def replay(
-    model_dir: str, url: str, *, dtype: str = "auto", texts: int = 8, prompt_tokens: int = 48,
-    max_tokens: int = 32, seed: int = 0,
-) -> ReplayReport:  # fmt: skip
+    model_dir: str,
+    url: str,
+    *,
+    dtype: str = "auto",
+    texts: int = 8,
+    prompt_tokens: int = 48,
+    max_tokens: int = 32,
+    seed: int = 0,
+) -> ReplayReport:
     """Sample from the server, then compute its log p free and replayed.
 
     Args:
@@ -128,37 +125,37 @@ def replay(
     base = server.prompt(prompt_tokens + texts, max_tokens)
     hooked = HookedModel(load_model(model_dir, dtype))
     shape = RouteShape(num_layers=hooked.num_layers).joined(server.shape, url)
-    deltas: dict[str, list[np.ndarray]] = {"free": [], "replayed": []}
-    differing = []
+    free, replayed = np.full((2, texts, max_tokens), np.nan)
+    differing, longest = [], 0
     for at in range(texts):
-        text = sample(server, base[at : len(base) - texts + at], max_tokens, seed + at, shape)
-        own_rows, own = score(hooked, text.tokens, None)
-        _, again = score(hooked, text.tokens, text.rows)
-        for name, log_probs in (("free", own), ("replayed", again)):
-            deltas[name].append(log_probs[-len(text.log_probs) :] - text.log_probs)
-        differing.append(differing_cells(own_rows, text.rows)[:, hooked.moe_layers].mean())
-    return ReplayReport(
-        Path(model_dir).name, str(hooked.model.dtype).removeprefix("torch."), texts,
-        Mismatch(_padded(deltas["free"])), Mismatch(_padded(deltas["replayed"])),
-        float(np.mean(differing)),
-    )  # fmt: skip
+        prompt = base[at : len(base) - texts + at]
+        tokens, log_probs, rows = sample(server, prompt, max_tokens, seed + at, shape)
+        count = len(log_probs)
+        longest = max(longest, count)
+        own_rows, own = score(hooked, tokens, None)
+        free[at, :count] = own[-count:] - log_probs
+        replayed[at, :count] = score(hooked, tokens, rows)[1][-count:] - log_probs
+        differing.append(differing_cells(own_rows, rows)[:, hooked.moe_layers].mean())
+    name, dtype = Path(model_dir).name, str(hooked.model.dtype).removeprefix("torch.")
+    mismatches = Mismatch(free[:, :longest]), Mismatch(replayed[:, :longest])
+    return ReplayReport(name, dtype, texts, *mismatches, float(np.mean(differing)))
 
 
 def sample(
     server: Connection, prompt: list[int], max_tokens: int, seed: int, shape: RouteShape
-) -> Sampled:
-    """Sample one text at temperature 1 with its log-probabilities and rows."""
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Sample one text: all tokens, log p of the generated ones (G,), and rows (S - 1, L, K)."""
     params = {"max_tokens": max_tokens, "temperature": 1.0, "seed": seed, "logprobs": 1}
-    reply = server.generate(prompt, max_tokens, sampling_params=params)
-    routes = server.routes(reply, len(prompt), shape=shape)
-    content = (reply.body["choices"][0].get("logprobs") or {}).get("content") or []
+    answer = server.generate(prompt, max_tokens, sampling_params=params).good()
+    routes = server.decode(answer, len(prompt), shape=shape)
+    content = (answer["choices"][0].get("logprobs") or {}).get("content") or []
     if routes.rows is None or routes.token_ids is None or len(content) != len(routes.token_ids):
         raise R3Error(
             f"{server.url}: expected rows, token_ids and {routes.count.num_generated} "
             f"log-probabilities, got {len(content)} log-probabilities {routes.note}".rstrip()
         )
     log_probs = np.array([entry["logprob"] for entry in content])
-    return Sampled([*prompt, *routes.token_ids], log_probs, routes.rows)
+    return [*prompt, *routes.token_ids], log_probs, routes.rows
 
 
 def score(
@@ -174,13 +171,6 @@ def score(
     done = hooked.run(tokens, rows)
     log_probs = torch.from_numpy(done.logits).log_softmax(dim=-1)
     return done.rows, log_probs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
-
-
-def _padded(deltas: list[np.ndarray]) -> np.ndarray:
-    result = np.full((len(deltas), max(map(len, deltas))), np.nan)
-    for line, delta in zip(result, deltas, strict=True):
-        line[: len(delta)] = delta
-    return result
 
 
 def plot(report: ReplayReport, path: str | Path) -> None:

@@ -13,7 +13,7 @@ from vllm_r3.checks.connect import connect
 from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
 from vllm_r3.replay.experts_hook import HookedModel
-from vllm_r3.replay.replay import Mismatch, ReplayReport, Sampled, sample, score
+from vllm_r3.replay.replay import Mismatch, ReplayReport, sample, score
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[replay]'")
 transformers = pytest.importorskip(
@@ -164,10 +164,10 @@ def test_a_dense_model_is_refused() -> None:
 
 def test_sampling_takes_tokens_log_probabilities_and_rows() -> None:
     with serving() as url:
-        got = sample(connect(url), [5, 9, 2, 7], 6, seed=1, shape=RouteShape())
-    assert isinstance(got, Sampled)
-    assert len(got.tokens) == 10 and got.rows.shape == (9, 3, 2)
-    assert got.log_probs.tolist() == [-1.0] * 6
+        found = sample(connect(url), [5, 9, 2, 7], 6, seed=1, shape=RouteShape())
+    tokens, log_probs, rows = found
+    assert len(tokens) == 10 and rows.shape == (9, 3, 2)
+    assert log_probs.tolist() == [-1.0] * 6
 
 
 def test_mismatch_is_taken_over_real_positions_alone() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_r3.demo.serve import Server, free_port, reasons, require_free
+from vllm_r3.demo.serve import Server, free_port, reasons
 from vllm_r3.errors import R3Error
 
 STAND_IN = """
@@ -60,7 +60,7 @@ def is_alive(pid: int) -> bool:
 def test_healthy_server_answers_and_is_gone_afterwards(make):
     with make() as server:
         assert server.ask("/json") == {"answer": 42}
-    require_free(server.port)
+    free_port(server.port)
 
 
 def test_children_of_the_server_are_stopped_too(make, tmp_path):
@@ -108,13 +108,14 @@ def test_server_that_never_gets_healthy_is_stopped(make, tmp_path):
     server = make("import time; time.sleep(600)", timeout_s=1, progress=told.append)
     with pytest.raises(R3Error, match="^vllm serve not healthy after 1 s; its log "):
         server.start()
-    require_free(server.port)
+    free_port(server.port)
 
 
-def test_server_that_ignores_sigterm_is_killed(make, monkeypatch):
+def test_server_that_ignores_sigterm_is_killed(make, monkeypatch, tmp_path):
     monkeypatch.setattr("vllm_r3.demo.serve.STOP_S", 0.5)
-    with make("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as server:
-        pid = server.pid
+    note = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))"
+    with make(f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {note}"):
+        pid = int((tmp_path / "pid").read_text())
     assert not is_alive(pid)
 
 
@@ -138,7 +139,7 @@ def test_missing_vllm_is_named(tmp_path):
 
 
 def test_free_ports_are_free():
-    require_free(free_port())
+    free_port(free_port())
 
 
 LOG = """\
