@@ -21,13 +21,10 @@ from vllm_r3.client.shape import RoutesError, check_ids
 
 @dataclass(frozen=True)
 class Slicing:
-    """Where this rank stands.
+    """Where this rank stands in context (cp) and tensor (tp) parallelism.
 
-    Attributes:
-        cp_size, cp_rank: context parallelism.
-        tp_size, tp_rank: tensor parallelism.
-        sequence_parallel: whether the router sees 1 / tp_size of the tokens.
-        pad_multiple: the packed length of a rank is padded to tp_size x this.
+    With `sequence_parallel` the router sees 1 / tp_size of the tokens; the packed length of a rank
+    is padded to tp_size x `pad_multiple`.
     """
 
     cp_size: int = 1
@@ -62,12 +59,7 @@ def padding_rows(rows: int, num_layers: int, top_k: int, num_experts: int) -> np
 def pack_rows(
     samples: Sequence[np.ndarray], num_experts: int, slicing: Slicing = WHOLE
 ) -> np.ndarray:
-    """Lay samples end to end, as packed (thd) batches are.
-
-    Args:
-        samples: rows of each sample, (S_i - 1, L, K).
-        num_experts: E, for the made rows.
-        slicing: this rank's share.
+    """Lay samples (S_i - 1, L, K) end to end, as packed (thd) batches are.
 
     Returns:
         (T, L, K) int64 for this rank's T tokens, in the router's order.
@@ -87,14 +79,10 @@ def batch_rows(
     slicing: Slicing = WHOLE,
     offsets: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """Lay samples out as a padded batch; Megatron's layers hold [seq_len, B, H].
+    """Lay samples (S_i - 1, L, K) out as a padded batch; Megatron's layers hold [seq_len, B, H].
 
-    Args:
-        samples: rows of each sample, (S_i - 1, L, K).
-        seq_len: the padded length, a multiple of 2 x cp_size where cp_size > 1.
-        num_experts: E, for the made rows.
-        slicing: this rank's share.
-        offsets: the position of each sample's first token (left padding); default 0.
+    `seq_len` is the padded length, a multiple of 2 x cp_size where cp_size > 1; `offsets` the
+    position of each sample's first token (left padding), default 0.
 
     Returns:
         (T, L, K) int64, T = seq_len / cp (/ tp with sequence parallelism) x B, position outermost.

@@ -70,9 +70,7 @@ def layer_tensors(rows: np.ndarray, layers: Iterable[int]) -> list[torch.Tensor]
 def set_replay(model: Any, rows: np.ndarray) -> None:
     """Give each target router its rows and switch it to replay; MTP routers keep routing freely.
 
-    Args:
-        model: a Megatron model, or the list of virtual stages of this rank.
-        rows: (T, L, K), T this rank's tokens of the microbatch, as `batch.pack_rows` lays them out.
+    `rows` are (T, L, K) for this rank's T tokens of the microbatch, as `batch.pack_rows` lays them.
     """
     routers = target_routers(model)
     tensors = layer_tensors(rows, [router.layer for router in routers])
@@ -128,16 +126,10 @@ def replaying(model: Any, rows: np.ndarray) -> Iterator[None]:
 def stage_moe_layers(
     config: Any, pp_rank: int, vp_stages: Sequence[int | None] = (None,)
 ) -> list[int]:
-    """Return which global MoE layers a pipeline rank holds, in the order Megatron builds them.
+    """Return which global MoE layers, from 0, a pipeline rank holds, in the order it builds them.
 
-    Args:
-        config: Megatron's TransformerConfig.
-        pp_rank: the pipeline rank.
-        vp_stages: its virtual stages in order; (None,) without virtual pipelining.
-
-    Returns:
-        Layer numbers from 0: the order that `RouterReplay.set_replay_data` wants where no MTP
-        router was built.
+    That is the order that `RouterReplay.set_replay_data` wants where no MTP router was built.
+    `config` is Megatron's TransformerConfig; `vp_stages` are the rank's virtual stages in order.
     """
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset

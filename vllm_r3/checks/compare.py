@@ -48,7 +48,6 @@ class Comparison:
         return bool((self.agreement >= min_agreement).all())
 
     def lines(self) -> list[str]:
-        """The comparison as text."""
         text = [
             f"{name}  {side.server.url}  {side.server.kind} {side.server.version}  "
             f"rows {side.routes.rows.shape} from {side.wire}"
@@ -75,9 +74,8 @@ def compare_servers(
 ) -> Comparison:
     """Ask both servers the same and compare their rows.
 
-    Args:
-        url_a, url_b: vLLM of any age with a generate endpoint, this project's, or SGLang.
-        shape: of the model, for a server that sends no shape; default: what either server says.
+    Either is vLLM of any age with a generate endpoint, this project's, or SGLang; `shape` is for
+    servers that do not say it.
 
     Raises:
         R3Error: a server does not answer, or the answers are of different models.

@@ -72,13 +72,9 @@ class Reply:
 
 @dataclass(frozen=True)
 class Connection:
-    """A server and what it said at the first contact.
+    """A server (`r3`, `vllm` or `sglang`) and what it said at the first contact.
 
-    Attributes:
-        kind: `r3`, `vllm` or `sglang`.
-        model: the served model's name.
-        max_len: the longest sequence, None where unknown.
-        info: the body of `/routed_experts/info`, empty where there is none.
+    `info` is the body of `/routed_experts/info`, empty where there is none.
     """
 
     url: str
@@ -86,7 +82,7 @@ class Connection:
     kind: str = ""
     version: str = ""
     model: str | None = None
-    max_len: int | None = None
+    max_len: int | None = None  # the longest sequence
     info: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -94,16 +90,10 @@ class Connection:
         """What the server says of its model."""
         return RouteShape.from_meta(self.info)
 
-    def get(self, path: str) -> Reply:
-        """GET a path."""
-        return self._reply("GET", path)
-
-    def post(self, path: str, body: dict[str, Any]) -> Reply:
-        """POST a JSON body to a path."""
-        return self._reply("POST", path, body)
-
-    def _reply(self, method: str, path: str, body: Any = None) -> Reply:
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Reply:
+        """GET a path without a body, POST with one."""
         try:
+            method = "GET" if body is None else "POST"
             status, data = send(method, self.url + path, body, self.timeout)
         except OSError as error:
             reason = getattr(error, "reason", error)
@@ -120,7 +110,7 @@ class Connection:
             raise R3Error(
                 f"{self.url}: expected room for a prompt, got a limit of {self.max_len} tokens"
             )
-        body = self.post("/tokenize", {"model": self.model, "prompt": TEXT}).body
+        body = self.ask("/tokenize", {"model": self.model, "prompt": TEXT}).body
         some = (body.get("tokens") if isinstance(body, dict) else None) or list(range(3, 60))
         return [some[at % len(some)] for at in range(length)]
 
@@ -130,15 +120,15 @@ class Connection:
         if self.kind == "sglang":
             params["max_new_tokens"] = max_tokens
             body = {"input_ids": tokens, "sampling_params": params, "return_routed_experts": True}
-            return self.post("/generate", {**body, **more})
+            return self.ask("/generate", {**body, **more})
         params["max_tokens"] = max_tokens
         body = {"model": self.model, "token_ids": tokens, "sampling_params": params}
-        return self.post(GENERATE, {**body, **more})
+        return self.ask(GENERATE, {**body, **more})
 
     def openai(self, path: str, max_tokens: int, **more: Any) -> Reply:
         """The same through `/v1/completions` (prompt) or `/v1/chat/completions` (messages)."""
         body = {"model": self.model, "max_tokens": max_tokens, "temperature": 0.0}
-        return self.post(path, {**body, "ignore_eos": True, "return_token_ids": True, **more})
+        return self.ask(path, {**body, "ignore_eos": True, "return_token_ids": True, **more})
 
     def decode(self, answer: Any, num_prompt: int, **known: Any) -> ChoiceRoutes:
         """Decode the first choice of an answer, with what the server says of its model."""
@@ -152,14 +142,14 @@ def connect(url: str, timeout: float = 600.0) -> Connection:
         R3Error: nothing answers there, or nothing that is known.
     """
     server = Connection((url if "://" in url else f"http://{url}").rstrip("/"), timeout)
-    info = server.get(INFO)
-    models = server.get("/v1/models").body
+    info = server.ask(INFO)
+    models = server.ask("/v1/models").body
     first = (models.get("data") if isinstance(models, dict) else None) or [{}]
     server = replace(server, model=first[0].get("id"), max_len=first[0].get("max_model_len"))
     if info.status == 200 and isinstance(info.body, dict):
         return replace(server, kind="r3", version=str(info.body.get("version")), info=info.body)
     for path, kind in VERSIONS.items():
-        reply = server.get(path)
+        reply = server.ask(path)
         if reply.status == 200 and isinstance(reply.body, dict) and "version" in reply.body:
             return replace(server, kind=kind, version=str(reply.body["version"]))
     raise R3Error(f"{server.url}: expected a vLLM or SGLang server, got no {', '.join(VERSIONS)}")

@@ -79,12 +79,9 @@ class RolloutReport:
 def verify_rollout(
     path: str | Path, shape: RouteShape, min_with_routing: int | None = None
 ) -> RolloutReport:
-    """Judge every sample of a file.
+    """Judge every sample of a debug-rollout file.
 
-    Args:
-        path: a debug-rollout file.
-        shape: the trainer's model; num_layers and top_k are needed.
-        min_with_routing: how many samples must hold rows; default: all that were not aborted.
+    `min_with_routing` samples must hold rows; default: all that were not aborted.
 
     Raises:
         R3Error: the file cannot be read or holds no samples.
@@ -133,9 +130,6 @@ def judge(sample: Mapping[str, Any], shape: RouteShape, index: int = 0) -> Verdi
 
 def load_torch_file(path: str | Path) -> Any:
     """Return what a torch file holds: containers, numbers, strings, tensors and numpy arrays.
-
-    `torch.load(weights_only=True)` with numpy's array types allowed beside its own; anything else
-    in the file is refused by name.
 
     Raises:
         R3Error: no such file, no torch, not a torch file, or one that holds other objects.

@@ -56,7 +56,6 @@ class ServerReport:
         return len(self.names("ok")) == len(self.results)
 
     def lines(self) -> list[str]:
-        """The report as text."""
         text = [f"{self.url}: vLLM {self.version}"]
         for result in self.results:
             text.append(f"  {result.outcome:<11} {result.name}")
@@ -185,7 +184,7 @@ def _hold_npy(text: Any, dtype: str, where: str) -> None:
 
 @_check(f"GET {INFO}")
 def _info(facts: Facts) -> None:
-    info = facts.server.get(INFO).good()
+    info = facts.server.ask(INFO).good()
     if info.get("enabled") is False:
         raise R3Error("enabled is false: start the server with --enable-return-routed-experts")
     lacking = ", ".join(name for name in INFO_FIELDS if name not in info)

@@ -35,10 +35,8 @@ class RolloutRoutes:
 
     Send `routed_experts_prompt_start=rollout.next_start` with each request, then call `add_turn`.
     When rows come again (a resume that starts earlier, or a server that ignores the start), the new
-    ones replace the old from there on, so no row is ever doubled.
-
-    Attributes:
-        versions: the weight version of each held row, None where the server did not say.
+    ones replace the old from there on, so no row is ever doubled. `versions` holds the weight
+    version of each held row, None where the server did not say.
     """
 
     def __init__(self, shape: RouteShape = UNKNOWN, name: str = "rollout") -> None:

@@ -163,7 +163,7 @@ def replay(args: argparse.Namespace) -> int:
     named = _given(args, "dtype", "texts", "prompt_tokens", "max_tokens", "seed")
     report = replay(args.model, args.server, **named)
     if args.json:
-        args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(vars(report), indent=1) + "\n", encoding="utf-8")
     if args.png:
         plot(report, args.png)
         print(f"plot: {args.png}", file=sys.stderr)

@@ -36,12 +36,9 @@ ENGINE_OPTIONS = (
 
 
 def demo(kind: str, port: int | None = None, keep: Path | None = None) -> None:
-    """Make the model, serve it, ask twice, compare, replay.
+    """Make a model of `tiny_models.KINDS`, serve it, ask twice, compare, replay.
 
-    Args:
-        kind: which of `tiny_models.KINDS`.
-        port: on the loopback; default: a free one.
-        keep: leave the model and the server's log here; default: nowhere.
+    The model and the server's log stay in `keep`, where given.
 
     Raises:
         R3Error: a step fails, a row differs, or the demo does not show what it should.

@@ -79,12 +79,7 @@ def reasons(log: str) -> list[str]:
 
 
 class Server:
-    """One `vllm serve` process and its address.
-
-    Attributes:
-        url: base address, without a slash at its end.
-        log_path: file with everything it printed.
-    """
+    """One `vllm serve` process, its address (`url`, `port`) and the file of all it printed."""
 
     def __init__(
         self,
@@ -100,8 +95,6 @@ class Server:
         """Prepare; nothing starts before `start` or `with`.
 
         Args:
-            options: further options of `vllm serve`.
-            port: default: a free one.
             vllm: the command, default `vllm` beside the running Python.
             env: variables set on top of this process's environment.
             progress: called with a short text now and then while waiting.

@@ -1,8 +1,8 @@
-"""A stand-in server for the checks' code paths: a made-up model behind real HTTP.
+"""A fake server for the checks' code paths: a made-up model behind real HTTP.
 
 Its rows depend on token, position and layer alone, so any endpoint gives the same ones. `faults`
 switch single promises off, so that each check can be seen to fail. The real servers are tested in
-tests/engine.
+tests/serving.
 """
 
 from __future__ import annotations
@@ -18,17 +18,11 @@ import numpy as np
 from sample_answers import bare, nested, npy
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 16
-INFO = {
-    "enabled": True,
-    "num_layers": LAYERS,
-    "moe_layers": [1, 2],
-    "num_experts": EXPERTS,
-    "top_k": TOP_K,
-    "dtype": "uint8",
-    "encoding": "npy",
-    "layout": "split",
-    "version": "0.21.0+r3.1",
-}
+META = dict(
+    num_layers=LAYERS, moe_layers=[1, 2], num_experts=EXPERTS, top_k=TOP_K, dtype="uint8",
+    encoding="npy", layout="split",
+)  # fmt: skip
+INFO = {"enabled": True, **META, "version": "0.21.0+r3.1"}
 
 
 def model_rows(tokens: list[int], shift: int = 0) -> np.ndarray:
@@ -41,7 +35,7 @@ def model_rows(tokens: list[int], shift: int = 0) -> np.ndarray:
     return made
 
 
-class StandIn:
+class FakeServer:
     """What the handler answers; `faults` names what it does wrong."""
 
     def __init__(self, kind: str = "r3", faults: tuple[str, ...] = ()) -> None:
@@ -136,27 +130,23 @@ class StandIn:
         else:
             choice["routed_experts"] = encode(rows[start:])
         if self.kind == "r3" and "no meta" not in self.faults:
-            meta = {
-                name: value for name, value in INFO.items() if name not in ("enabled", "version")
-            }
-            meta = {**meta, "layout": layout, "start": start}
-            if "other meta" in self.faults:
-                meta["dtype"] = "int16"
+            dtype = "int16" if "other meta" in self.faults else "uint8"
+            meta = {**META, "layout": layout, "start": start, "dtype": dtype}
             answer["routed_experts_meta"] = meta
 
 
 @contextmanager
 def serving(kind: str = "r3", faults: tuple[str, ...] = ()) -> Iterator[str]:
-    """Serve a stand-in on a free port and give its address."""
-    stand_in = StandIn(kind, faults)
+    """Serve a fake on a free port and give its address."""
+    fake = FakeServer(kind, faults)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(*stand_in.get(self.path))
+            self._answer(*fake.get(self.path))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._answer(*stand_in.post(self.path, body))
+            self._answer(*fake.post(self.path, body))
 
         def _answer(self, status: int, body: Any) -> None:
             data = json.dumps(body).encode()

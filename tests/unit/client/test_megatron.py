@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_answers import rows_of
+from sample_answers import refused, rows_of
 
 from vllm_r3.adapters import megatron as adapter
 from vllm_r3.adapters.batch import batch_rows
-from vllm_r3.client import RoutesError
 from vllm_r3.errors import R3Error
 
 torch = pytest.importorskip(
@@ -58,25 +57,13 @@ def config(**more: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     values = dict(
-        num_layers=LAYERS,
-        hidden_size=16,
-        num_attention_heads=2,
-        num_moe_experts=EXPERTS,
-        moe_router_topk=TOP_K,
-        moe_layer_freq=[0, 1, 1, 1],
-        moe_ffn_hidden_size=8,
-        ffn_hidden_size=16,
-        moe_enable_routing_replay=True,
-        moe_token_dispatcher_type="allgather",
-        add_bias_linear=False,
-        moe_router_load_balancing_type="none",
-        use_cpu_initialization=True,
-        gated_linear_unit=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-    )
+        num_layers=LAYERS, hidden_size=16, num_attention_heads=2, num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K, moe_layer_freq=[0, 1, 1, 1], moe_ffn_hidden_size=8,
+        ffn_hidden_size=16, moe_enable_routing_replay=True, moe_token_dispatcher_type="allgather",
+        add_bias_linear=False, moe_router_load_balancing_type="none", use_cpu_initialization=True,
+        gated_linear_unit=True, attention_dropout=0.0, hidden_dropout=0.0,
+        bias_dropout_fusion=False, masked_softmax_fusion=False,
+    )  # fmt: skip
     return TransformerConfig(**{**values, **more})
 
 
@@ -107,17 +94,24 @@ def forward(model: Any, tokens: Any) -> Any:
 def maps_of(model: Any, tokens: Any) -> tuple[dict[int, np.ndarray], Any]:
     """Run the model; return each router's expert map, by global layer, and the logits."""
     maps: dict[int, np.ndarray] = {}
-    hooks = []
+    with contextlib.ExitStack() as stack:
+        for router in adapter.target_routers(model):
+            hook = router.module.register_forward_hook(
+                lambda *call, layer=router.layer: maps.update({layer: call[2][1].numpy()})
+            )
+            stack.callback(hook.remove)
+        return maps, forward(model, tokens)
+
+
+def recorded(model: Any, tokens: Any) -> np.ndarray:
+    """Run the model; return its own choice as rows, one for each token."""
+    adapter.set_action(model, "record")
+    forward(model, tokens)
+    rows = np.zeros((tokens.numel(), LAYERS, TOP_K), np.int64)
     for router in adapter.target_routers(model):
-
-        def keep(module: Any, inputs: Any, output: Any, layer: int = router.layer) -> None:
-            maps[layer] = output[1].numpy()
-
-        hooks.append(router.module.register_forward_hook(keep))
-    logits = forward(model, tokens)
-    for hook in hooks:
-        hook.remove()
-    return maps, logits
+        rows[:, router.layer] = router.replay.get_recorded_indices().numpy()
+    adapter.clear_replay(model)
+    return rows
 
 
 def mapped(rows: np.ndarray) -> np.ndarray:
@@ -148,32 +142,17 @@ def test_every_router_takes_the_rows_of_its_own_layer(cpu_megatron: None) -> Non
 
 def test_replaying_the_models_own_choice_changes_no_logit(cpu_megatron: None) -> None:
     model, tokens = build(), torch.tensor(TOKENS)
-    adapter.set_action(model, "record")
-    logits = forward(model, tokens)
-    own = np.zeros((12, LAYERS, TOP_K), np.int64)
-    for router in adapter.target_routers(model):
-        own[:, router.layer] = router.replay.get_recorded_indices().numpy()
-    adapter.clear_replay(model)
+    logits, own = forward(model, tokens), recorded(model, tokens)
     with adapter.replaying(model, own):
         assert torch.equal(forward(model, tokens), logits)
 
 
 def test_a_padded_batch_has_the_order_of_megatrons_tokens(cpu_megatron: None) -> None:
     model = build()
-    samples = []
-    for tokens in TOKENS:
-        adapter.set_action(model, "record")
-        forward(model, torch.tensor([tokens]))
-        own = np.zeros((6, LAYERS, TOP_K), np.int64)
-        for router in adapter.target_routers(model):
-            own[:, router.layer] = router.replay.get_recorded_indices().numpy()
-        samples.append(own[:-1])
-    forward(model, torch.tensor(TOKENS))
-    rows = batch_rows(samples, 6, EXPERTS).reshape(6, 2, LAYERS, TOP_K)[:-1]
-    for router in adapter.target_routers(model):
-        recorded = router.replay.get_recorded_indices().numpy().reshape(6, 2, TOP_K)[:-1]
-        np.testing.assert_array_equal(recorded, rows[:, :, router.layer])
-    adapter.clear_replay(model)
+    samples = [recorded(model, torch.tensor([tokens]))[:-1] for tokens in TOKENS]
+    rows = batch_rows(samples, 6, EXPERTS)
+    # the last position of each sample holds a made row
+    np.testing.assert_array_equal(recorded(model, torch.tensor(TOKENS))[:-2], rows[:-2])
 
 
 def test_mtp_routers_are_left_to_route_freely(cpu_megatron: None) -> None:
@@ -187,13 +166,9 @@ def test_mtp_routers_are_left_to_route_freely(cpu_megatron: None) -> None:
     with pytest.raises(ValueError, match="does not match instances"):
         RouterReplay.set_replay_data(adapter.layer_tensors(rows, [1, 2, 3]))
     adapter.set_replay(model, rows)
-    untouched = [
-        replay
-        for replay in RouterReplay.global_router_replay_instances
-        if replay not in [router.replay for router in routers]
-    ]
-    assert [replay.router_replay_action for replay in untouched] == [None]
-    assert [replay.target_topk_idx for replay in untouched] == [None]
+    ours = [router.replay for router in routers]
+    (mtp,) = (r for r in RouterReplay.global_router_replay_instances if r not in ours)
+    assert (mtp.router_replay_action, mtp.target_topk_idx) == (None, None)
     adapter.clear_replay(model)
 
 
@@ -211,53 +186,42 @@ def test_recomputed_forwards_take_the_microbatches_in_order(cpu_megatron: None) 
     adapter.clear_replay(model)
 
 
-@pytest.mark.parametrize("layers", [LAYERS - 1, 1])
-def test_rows_without_the_last_layers_are_refused_before_any_is_set(
-    cpu_megatron: None, layers: int
+ROUTER = "stage 0, decoder.layers.1.mlp.router: expected"
+
+
+@pytest.mark.parametrize(
+    ("layers", "top_k", "message"),
+    [
+        (LAYERS, 1, f"{ROUTER} top_k 2, got 1 in the rows"),
+        (LAYERS, 3, f"{ROUTER} top_k 2, got 3 in the rows"),
+        *(
+            (
+                layers, TOP_K,
+                f"layer {layers}: expected rows of more than {layers} decoder layers, got "
+                f"{layers}; rows over MoE layers only need moe_layers when they are decoded",
+            )
+            for layers in (LAYERS - 1, 1)
+        ),
+    ],
+)  # fmt: skip
+def test_rows_of_another_model_are_refused_before_any_is_set(
+    cpu_megatron: None, layers: int, top_k: int, message: str
 ) -> None:
     model = build()
-    missing = max(1, layers)
-    message = (
-        f"layer {missing}: expected rows of more than {missing} decoder layers, got {layers}; "
-        "rows over MoE layers only need moe_layers when they are decoded"
-    )
-    with pytest.raises(RoutesError, match=f"^{re.escape(message)}$"):
-        adapter.set_replay(model, np.zeros((12, layers, TOP_K), np.int64))
+    with refused(message):
+        adapter.set_replay(model, np.zeros((12, layers, top_k), np.int64))
     assert all(router.replay.target_topk_idx is None for router in adapter.target_routers(model))
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_rows_of_another_top_k_are_refused(cpu_megatron: None, top_k: int) -> None:
-    message = f"stage 0, decoder.layers.1.mlp.router: expected top_k 2, got {top_k} in the rows"
-    with pytest.raises(RoutesError, match=f"^{re.escape(message)}$"):
-        adapter.set_replay(build(), np.zeros((12, LAYERS, top_k), np.int64))
-
-
-def test_a_model_built_without_replay_is_refused(cpu_megatron: None) -> None:
-    message = (
-        "stage 0, decoder.layers.1.mlp.router: expected moe_enable_routing_replay true in the "
-        "config, "
-        "got false"
-    )
-    with pytest.raises(R3Error, match=f"^{re.escape(message)}$"):
-        adapter.target_routers(build(moe_enable_routing_replay=False))
-
-
-def test_a_fused_router_that_would_ignore_replay_is_refused(cpu_megatron: None) -> None:
-    model = build()
-    model.config.moe_router_fusion = True
-    message = (
-        "stage 0, decoder.layers.1.mlp.router: expected moe_router_fusion false, got true: "
-        "the fused kernel ignores replay"
-    )
-    with pytest.raises(R3Error, match=f"^{re.escape(message)}$"):
-        adapter.set_replay(model, batch_rows(SAMPLES, 6, EXPERTS))
-
-
-def test_a_dense_model_is_refused(cpu_megatron: None) -> None:
-    with pytest.raises(
-        R3Error, match="^expected a model with MoE routers, found none on this rank$"
-    ):
+def test_a_model_that_cannot_replay_is_refused(cpu_megatron: None) -> None:
+    off, fused = build(moe_enable_routing_replay=False), build()
+    fused.config.moe_router_fusion = True
+    with refused(f"{ROUTER} moe_enable_routing_replay true in the config, got false", R3Error):
+        adapter.target_routers(off)
+    message = f"{ROUTER} moe_router_fusion false, got true: the fused kernel ignores replay"
+    with refused(message, R3Error):
+        adapter.set_replay(fused, batch_rows(SAMPLES, 6, EXPERTS))
+    with refused("expected a model with MoE routers, found none on this rank", R3Error):
         adapter.target_routers(torch.nn.Linear(2, 2))
 
 
@@ -272,19 +236,23 @@ def piped(size: int, virtual: int | None = None, **more: Any) -> Any:
     )
 
 
-def test_pipeline_ranks_hold_their_own_global_layers(cpu_megatron: None) -> None:
-    layers = [adapter.stage_moe_layers(piped(4), rank) for rank in range(4)]
-    assert layers == [[], [2, 3], [4, 5], [6, 7]]
+UNEVEN = dict(num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=3)
 
 
-def test_virtual_stages_interleave_the_layers(cpu_megatron: None) -> None:
-    layers = [adapter.stage_moe_layers(piped(2, 2), rank, (0, 1)) for rank in range(2)]
-    assert layers == [[4, 5], [2, 3, 6, 7]]
-
-
-def test_an_uneven_pipeline_shifts_the_layers(cpu_megatron: None) -> None:
-    made = piped(3, num_layers_in_first_pipeline_stage=2, num_layers_in_last_pipeline_stage=3)
-    assert [adapter.stage_moe_layers(made, rank) for rank in range(3)] == [[], [2, 3, 4], [5, 6, 7]]
+@pytest.mark.parametrize(
+    ("size", "stages", "more", "expected"),
+    [
+        (4, (None,), {}, [[], [2, 3], [4, 5], [6, 7]]),
+        (2, (0, 1), {"virtual": 2}, [[4, 5], [2, 3, 6, 7]]),
+        (3, (None,), UNEVEN, [[], [2, 3, 4], [5, 6, 7]]),
+    ],
+    ids=["even", "virtual", "uneven"],
+)
+def test_pipeline_ranks_hold_their_own_global_layers(
+    cpu_megatron: None, size: int, stages: tuple, more: dict, expected: list
+) -> None:
+    made = piped(size, **more)
+    assert [adapter.stage_moe_layers(made, rank, stages) for rank in range(size)] == expected
 
 
 def test_routers_of_virtual_stages_are_found_by_their_global_layer() -> None:

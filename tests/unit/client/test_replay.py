@@ -13,7 +13,7 @@ from vllm_r3.checks.connect import connect
 from vllm_r3.client import RouteShape
 from vllm_r3.errors import R3Error
 from vllm_r3.replay.experts_hook import HookedModel
-from vllm_r3.replay.replay import Mismatch, ReplayReport, sample, score
+from vllm_r3.replay.replay import ReplayReport, mismatch, sample, score
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'vllm-r3[replay]'")
 transformers = pytest.importorskip(
@@ -171,11 +171,11 @@ def test_sampling_takes_tokens_log_probabilities_and_rows() -> None:
 
 
 def test_mismatch_is_taken_over_real_positions_alone() -> None:
-    found = Mismatch(np.array([[0.0, 0.2], [-0.1, np.nan]]))
-    assert found.largest == pytest.approx(0.2)
-    assert found.mean == pytest.approx(0.1)
-    assert found.kl == pytest.approx(np.mean([np.exp(d) - 1 - d for d in (0.0, 0.2, -0.1)]))
-    np.testing.assert_allclose(found.by_position(), [0.05, 0.2])
+    found = mismatch(np.array([[0.0, 0.2], [-0.1, np.nan]]))
+    kl = np.mean([np.exp(d) - 1 - d for d in (0.0, 0.2, -0.1)])
+    assert found.pop("by_position") == [0.05, 0.2]
+    expected = {"mean_kl": kl, "max_abs_delta": 0.2, "mean_abs_delta": 0.1}
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,7 @@ def test_mismatch_is_taken_over_real_positions_alone() -> None:
 def test_replaying_must_not_raise_the_mismatch_beyond_noise(
     free: float, replayed: float, passes: bool
 ) -> None:
-    report = ReplayReport(
-        "m", "float32", 1, Mismatch(np.full((1, 4), free)), Mismatch(np.full((1, 4), replayed)), 0.0
-    )
+    sides = (mismatch(np.full((1, 4), delta)) for delta in (free, replayed))
+    report = ReplayReport("m", "float32", 1, 0.0, *sides)
     assert report.passed is passes
-    assert report.as_dict()["replayed"]["by_position"] == [replayed] * 4
+    assert report.replayed["by_position"] == [replayed] * 4

@@ -20,6 +20,13 @@ def answer_to(total: int, prompt: int, start: int) -> dict:
     return split_answer(ALL[: total - 1], prompt, start=start)
 
 
+def started() -> RolloutRoutes:
+    """A rollout that holds nine tokens after its first turn."""
+    rollout = RolloutRoutes()
+    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
+    return rollout
+
+
 def test_three_turns_with_prefix_omission_equal_one_pass() -> None:
     rollout = RolloutRoutes()
     for prompt, total in [(5, 9), (12, 15), (15, 20)]:
@@ -32,17 +39,8 @@ def test_three_turns_with_prefix_omission_equal_one_pass() -> None:
     assert [turn.start for turn in rollout.turns] == [0, 8, 14]
 
 
-def test_the_boundary_tokens_row_is_the_one_that_came_with_the_next_turn() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
-    later = answer_to(12, 10, 8)
-    rollout.add_turn(tokens_to(10), later, start=8)
-    np.testing.assert_array_equal(rollout.finish()[8], ALL[8])
-
-
 def test_a_start_one_past_the_held_rows_loses_the_boundary_row_and_is_refused() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
+    rollout = started()
     with refused(
         "rollout: 8 rows are held, so the next ones must start in [0, 8], got 9: send "
         "routed_experts_prompt_start=8"
@@ -50,16 +48,21 @@ def test_a_start_one_past_the_held_rows_loses_the_boundary_row_and_is_refused() 
         rollout.add_turn(tokens_to(10), answer_to(12, 10, 9), start=9)
 
 
-@pytest.mark.parametrize("start", [0, 3, 8])
-def test_a_resume_replaces_rows_from_its_start_and_doubles_none(start: int) -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
-    fresh = rows_of(13, first=7)
-    rollout.add_turn(tokens_to(9), split_answer(fresh, 9, start=start), start=start)
-    rows = rollout.finish()
-    assert rows.shape == (13, 3, 2)
-    np.testing.assert_array_equal(rows[:start], ALL[:start])
-    np.testing.assert_array_equal(rows[start:], fresh[start:])
+@pytest.mark.parametrize(
+    ("prompt", "total", "start"),
+    [(9, 14, 0), (9, 14, 3), (9, 14, 8), (10, 12, 6), (6, 9, 5)],
+    ids=["whole", "middle", "boundary", "rewritten-from-start", "shorter-prompt"],
+)
+def test_new_rows_replace_held_ones_from_their_start_and_double_none(
+    prompt: int, total: int, start: int
+) -> None:
+    rollout = started()
+    tokens, fresh = tokens_to(prompt), rows_of(total - 1, first=7)
+    if start == 6:
+        tokens[6] = 1
+    rollout.add_turn(tokens, split_answer(fresh, prompt, start=start), start=start)
+    assert rollout.tokens[:prompt] == tokens and len(rollout.tokens) == total
+    np.testing.assert_array_equal(rollout.finish(), np.concatenate([ALL[:start], fresh[start:]]))
 
 
 def test_an_abort_with_rows_is_resumed_to_the_whole() -> None:
@@ -93,8 +96,7 @@ def test_an_abort_without_rows_is_legal_says_so_and_can_be_resumed(generated: in
 
 
 def test_a_prompt_that_rewrites_held_tokens_before_the_start_is_refused() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
+    rollout = started()
     changed = tokens_to(10)
     changed[6] = 1
     with refused(
@@ -104,29 +106,9 @@ def test_a_prompt_that_rewrites_held_tokens_before_the_start_is_refused() -> Non
         rollout.add_turn(changed, answer_to(12, 10, 8), start=8)
 
 
-def test_a_prompt_that_rewrites_held_tokens_from_the_start_on_takes_the_new_rows() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
-    changed = tokens_to(10)
-    changed[6] = 1
-    fresh = rows_of(11, first=9)
-    rollout.add_turn(changed, split_answer(fresh, 10, start=6), start=6)
-    assert rollout.tokens[6] == 1
-    np.testing.assert_array_equal(rollout.finish(), np.concatenate([ALL[:6], fresh[6:]]))
-
-
-def test_a_shorter_prompt_drops_the_tail() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
-    fresh = rows_of(8, first=3)
-    rollout.add_turn(tokens_to(6), split_answer(fresh, 6, start=5), start=5)
-    np.testing.assert_array_equal(rollout.finish(), np.concatenate([ALL[:5], fresh[5:]]))
-
-
 @pytest.mark.parametrize(("keep", "rows"), [(0, 0), (1, 0), (6, 5), (9, 8)])
 def test_truncating_keeps_one_row_less_than_tokens(keep: int, rows: int) -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
+    rollout = started()
     rollout.truncate(keep)
     assert len(rollout.finish()) == rows == rollout.num_rows
     with refused(f"rollout: expected to keep [0, {keep}] tokens, got {keep + 1}"):
@@ -134,8 +116,7 @@ def test_truncating_keeps_one_row_less_than_tokens(keep: int, rows: int) -> None
 
 
 def test_finishing_with_other_tokens_is_refused_with_the_first_difference() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
+    rollout = started()
     with refused("rollout: expected the rollout's 9 tokens, got 10 that differ from position 9"):
         rollout.finish(tokens_to(10))
     wrong = tokens_to(9)
@@ -145,8 +126,7 @@ def test_finishing_with_other_tokens_is_refused_with_the_first_difference() -> N
 
 
 def test_a_turn_of_another_model_is_refused() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
+    rollout = started()
     other = full_answer(rows_of(11, layers=4), 9, start=8)
     with refused(
         "request rollout, choice 0: expected 3 layers and top_k 2, got shape (3, 4, 2); "
@@ -156,8 +136,7 @@ def test_a_turn_of_another_model_is_refused() -> None:
 
 
 def test_a_turn_of_a_single_token_adds_only_the_missing_prompt_rows() -> None:
-    rollout = RolloutRoutes()
-    rollout.add_turn(tokens_to(5), answer_to(9, 5, 0))
+    rollout = started()
     turn = rollout.add_turn(tokens_to(9), answer_to(10, 9, 8), start=8)
     assert turn.rows == 1
     np.testing.assert_array_equal(rollout.finish(), ALL[:9])

@@ -94,15 +94,11 @@ def test_args_without_the_models_sides_are_refused() -> None:
 
 
 def test_moe_layer_freq_spreads_stock_021s_rows_over_all_layers() -> None:
-    args = SimpleNamespace(
-        num_layers=4, moe_router_topk=2, num_experts=16, moe_layer_freq=[0, 1, 1, 1]
-    )
+    sides = {"num_layers": 4, "moe_router_topk": 2, "num_experts": 16}
+    args = SimpleNamespace(**sides, moe_layer_freq=[0, 1, 1, 1])
     sample = sample_of(9)
-    assign_routed_experts(
-        sample,
-        split_answer(ALL[:8], 5, encode=np.ndarray.tolist) | {"routed_experts_meta": None},
-        args,
-    )
+    answer = split_answer(ALL[:8], 5, encode=np.ndarray.tolist) | {"routed_experts_meta": None}
+    assign_routed_experts(sample, answer, args)
     np.testing.assert_array_equal(sample.rollout_routed_experts[:, 1:], ALL[:8])
     assert not sample.rollout_routed_experts[:, 0].any()
 
@@ -117,72 +113,47 @@ def test_replay_off_adds_no_flag(server: str) -> None:
     assert engine_flags(args, server=server) == []
 
 
-@pytest.mark.parametrize(
-    ("server", "flags"),
-    [
-        ("r3", ["--enable-return-routed-experts"]),
-        ("0.22", ["--enable-return-routed-experts"]),
-        (
-            "0.21",
-            [
-                "--enable-return-routed-experts",
-                "--no-async-scheduling",
-                "--no-enable-prefix-caching",
-            ],
-        ),
-    ],
-)
+def replaying(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(use_rollout_routing_replay=True, **more)
+
+
+ON = "--enable-return-routed-experts"
+STOCK_021 = [ON, "--no-async-scheduling", "--no-enable-prefix-caching"]
+
+
+@pytest.mark.parametrize(("server", "flags"), [("r3", [ON]), ("0.22", [ON]), ("0.21", STOCK_021)])
 def test_only_what_each_server_needs_is_added(server: str, flags: list[str]) -> None:
-    assert engine_flags(SimpleNamespace(use_rollout_routing_replay=True), server=server) == flags
+    assert engine_flags(replaying(), server=server) == flags
 
 
 def test_expert_parallelism_placement_and_layout_follow_the_user() -> None:
-    args = SimpleNamespace(
-        use_rollout_routing_replay=True,
-        vllm_enable_expert_parallel=True,
-        vllm_expert_placement_strategy="round_robin",
-        vllm_routed_experts_layout="full",
-        vllm_routed_experts_encoding=None,
-    )
+    args = replaying(
+        vllm_enable_expert_parallel=True, vllm_expert_placement_strategy="round_robin",
+        vllm_routed_experts_layout="full", vllm_routed_experts_encoding=None,
+    )  # fmt: skip
     flags = engine_flags(args)
-    assert flags == [
-        "--enable-return-routed-experts",
-        "--enable-expert-parallel",
-        "--expert-placement-strategy",
-        "round_robin",
-        "--routed-experts-layout",
-        "full",
-    ]
+    placement = ["--enable-expert-parallel", "--expert-placement-strategy", "round_robin"]
+    assert flags == [ON, *placement, "--routed-experts-layout", "full"]
     assert engine_flags(args, server="0.22") == flags[:4]
     args.vllm_enable_expert_parallel = False
     assert "--enable-expert-parallel" not in engine_flags(args)
 
 
 def test_defaults_that_the_user_did_not_name_are_no_overrides() -> None:
-    args = SimpleNamespace(
-        use_rollout_routing_replay=True,
-        vllm_expert_placement_strategy="linear",
-        vllm_enable_prefix_caching=True,
-        vllm_async_scheduling=None,
-        _vllm_user_provided=set(),
-    )
-    assert engine_flags(args, server="0.21") == [
-        "--enable-return-routed-experts",
-        "--no-async-scheduling",
-        "--no-enable-prefix-caching",
-    ]
+    args = replaying(
+        vllm_expert_placement_strategy="linear", vllm_enable_prefix_caching=True,
+        vllm_async_scheduling=None, _vllm_user_provided=set(),
+    )  # fmt: skip
+    assert engine_flags(args, server="0.21") == STOCK_021
 
 
 def test_what_the_user_overrode_is_kept_and_warned_of() -> None:
-    args = SimpleNamespace(
-        use_rollout_routing_replay=True,
-        vllm_enable_prefix_caching=True,
-        _vllm_user_provided={"vllm_enable_prefix_caching"},
-    )
+    provided = {"vllm_enable_prefix_caching"}
+    args = replaying(vllm_enable_prefix_caching=True, _vllm_user_provided=provided)
     message = "--vllm-enable-prefix-caching is kept as set, but cached rows come back as zeros"
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         flags = engine_flags(args, server="0.21")
-    assert flags == ["--enable-return-routed-experts", "--no-async-scheduling"]
+    assert flags == [ON, "--no-async-scheduling"]
 
 
 def test_an_unknown_server_is_refused() -> None:

@@ -21,7 +21,7 @@ from vllm_r3.checks.server import (
 from vllm_r3.errors import R3Error
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
-INFO = "GET /routed_experts/info"
+INFO, META = "GET /routed_experts/info", "routed_experts_meta"
 VALUES = "row values: different experts in every MoE layer"
 FORMS = "routed_experts_encoding and routed_experts_layout"
 PAST = "routed_experts_prompt_start past the prompt is refused"
@@ -61,22 +61,14 @@ def test_a_server_that_answers_200_with_zero_rows_fails_and_what_it_lacks_is_nam
     ("fault", "failed", "message"),
     [
         ("short info", INFO, "expected the fields .*, got none of encoding, layout"),
-        (
-            "no meta",
-            "routed_experts_meta",
-            "expected routed_experts_meta beside the rows, got none",
-        ),
-        (
-            "other meta",
-            "routed_experts_meta",
-            "routed_experts_meta: expected {'start': 0, .*'uint8'.*}, got {.*'int16'.*}",
-        ),
+        ("no meta", META, "expected routed_experts_meta beside the rows, got none"),
+        ("other meta", META, f"{META}: expected {{'start': 0, .*'uint8'.*}}, got {{.*'int16'.*}}"),
         (
             COMPLETIONS,
             f"rows from {COMPLETIONS}",
-            "request r, choice 0: expected 43 rows .*, got none: .*",
+            "request r, .*: expected 43 rows .* got none: .*",
         ),
-        (CHAT, f"rows from {CHAT}", "request r, choice 0: expected 8 rows .*, got none: .*"),
+        (CHAT, f"rows from {CHAT}", "request r, .*: expected 8 rows .* got none: .*"),
         ("no forms", FORMS, "prompt_routed_experts: expected none in layout full, got one"),
     ],
 )
