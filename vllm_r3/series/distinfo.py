@@ -1,7 +1,6 @@
 """What a patched build says about itself: `vllm/_version.py` and the files of its dist-info.
 
-One function makes them for the wheel and for an installation that is patched in place. Works on
-bytes; touches no disk.
+One function makes them for the wheel and for an installation that is patched in place:
 
     METADATA        the version; of the wheel the name `vllm` too, and no torch of another index
     WHEEL           of the wheel: the tags that its file name has
@@ -15,10 +14,12 @@ import base64
 import csv
 import hashlib
 import io
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series.folder import Pin, Series
@@ -28,15 +29,14 @@ NAME = "vllm_r3.json"
 KEPT = "vllm_r3/original"
 FORMAT = 2
 VERSION_FILE = "vllm/_version.py"
-Files = dict[str, "bytes | None"]
+Row = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Applied:
-    """The content of vllm_r3.json; `origin` is `in place` or `wheel`.
+class Applied(NamedTuple):
+    """The content of vllm_r3.json.
 
-    `files` has the blob ids of each changed file below vllm/, before and after (None: no file);
-    `stock_info` is the name that the dist-info folder had.
+    `origin` is `in place` or `wheel`, `stock_info` the name that the dist-info had; `files` has the
+    blob ids of each changed file below vllm/, before and after (None: no file).
     """
 
     format: int
@@ -54,19 +54,24 @@ class Applied:
         return self.series == series.hash and f"{self.version}.".startswith(mine)
 
 
-@dataclass(frozen=True)
-class Build:
+class Build(NamedTuple):
     """A patched vLLM.
 
-    `files` are the changed ones below vllm/, `info` is the name of its dist-info, `info_files` are
-    that folder's; `kept` are copies of what was there, for an installation patched in place.
+    `files` are the changed ones below vllm/ (None: removed), `info` is the name of its dist-info,
+    `info_files` are that folder's, `kept` copies of what was there, if it is patched in place.
     """
 
     applied: Applied
     info: str
-    files: Files
+    files: Mapping[str, bytes | None]
     info_files: dict[str, bytes]
     kept: dict[str, bytes]
+
+    def in_order(self) -> Iterator[tuple[str, bytes | None]]:
+        """Yield what is put in place: vllm_r3.json, the files below vllm/, the rest, METADATA."""
+        files = {**self.files, **self.info_files}
+        rank = {f"{self.info}/{NAME}": 0, f"{self.info}/METADATA": 2}
+        return iter(sorted(files.items(), key=lambda item: rank.get(item[0], 1)))
 
 
 def patched_build(
@@ -76,18 +81,15 @@ def patched_build(
     stock_info: Mapping[str, bytes],
     wheel_file: str = "",
 ) -> Build:
-    """Apply a series to a stock vLLM and describe the result.
+    """Apply a series to a stock vLLM, strictly, and describe the result.
 
     Args:
         read: the content of a stock file, None if there is none.
         stock_info: the files of the stock dist-info, by path.
         wheel_file: the name of the pinned wheel if a wheel is made.
-
-    Raises:
-        R3Error: a patch does not apply.
     """
     patches = series.patches()
-    before: Files = {path: read(path) for path in sorted({*blobs(patches), VERSION_FILE})}
+    before = {path: read(path) for path in sorted({*blobs(patches), VERSION_FILE})}
     after = dict(before)
     for number, patch in enumerate(patches, 1):
         try:
@@ -96,6 +98,7 @@ def patched_build(
             raise R3Error(f"patch {number} of {len(patches)}: {error}") from error
     after[VERSION_FILE] = set_version(after[VERSION_FILE] or b"", version)
     old = next(iter(stock_info)).split("/")[0]
+    new = f"{'vllm' if wheel_file else old.split('-')[0]}-{version}.dist-info"
     applied = Applied(
         format=FORMAT,
         origin="wheel" if wheel_file else "in place",
@@ -106,50 +109,41 @@ def patched_build(
         stock_info=old,
         files={path: [blob_id(before[path]), blob_id(after[path])] for path in before},
     )
-    new = f"{'vllm' if wheel_file else old.split('-')[0]}-{version}.dist-info"
     made = {new + path[len(old) :]: data for path, data in stock_info.items()}
-    made[f"{new}/METADATA"] = _metadata(made[f"{new}/METADATA"], version, bool(wheel_file))
+    made[f"{new}/METADATA"] = _set(made[f"{new}/METADATA"], rb"^(Version: ).*$", version)
     if wheel_file:
+        metadata = _set(made[f"{new}/METADATA"], rb"^(Name: ).*$", "vllm")
+        made[f"{new}/METADATA"] = without_local_torch(metadata)
         made[f"{new}/WHEEL"] = patched_tags(made[f"{new}/WHEEL"], wheel_file)
-    made[f"{new}/{NAME}"] = (json.dumps(asdict(applied), indent=1) + "\n").encode()
-    own = f"{new}/RECORD"
-    rows = {p: r for p, r in parse_record(made.pop(own)).items() if not p.startswith(f"{old}/")}
-    kept = (
-        {} if wheel_file else {f"{new}/{KEPT}/{p}": d for p, d in {**before, **stock_info}.items()}
-    )
-    for path, data in {**after, **made, **kept}.items():
-        rows.pop(path, None)
-        if data is not None:
-            rows[path] = record_row(data)
-    made[own] = render_record({path: rows[path] for path in sorted(rows)} | {own: ("", "")})
-    return Build(applied, new, after, made, {p: d for p, d in kept.items() if d is not None})
+    made[f"{new}/{NAME}"] = (json.dumps(applied._asdict(), indent=1) + "\n").encode()
+    keep = {} if wheel_file else {**before, **stock_info}
+    kept = {f"{new}/{KEPT}/{path}": data for path, data in keep.items() if data is not None}
+    rows = parse_record(made.pop(f"{new}/RECORD"))
+    gone = {path for path, data in after.items() if data is None}
+    rows = {p: r for p, r in rows.items() if p not in gone and not p.startswith(f"{old}/")}
+    files = {**after, **made, **kept}
+    rows |= {path: record_row(data) for path, data in files.items() if data is not None}
+    rows[f"{new}/RECORD"] = ("", "")
+    made[f"{new}/RECORD"] = render_record(dict(sorted(rows.items())))
+    return Build(applied, new, after, made, kept)
 
 
-def parse_applied(data: bytes, where: str) -> Applied:
-    """Read the bytes of vllm_r3.json.
-
-    Raises:
-        R3Error: they are not a record of this format.
-    """
+def read_applied(path: Path) -> Applied:
+    """Read a vllm_r3.json."""
     try:
-        raw = json.loads(data)
-        if raw["format"] != FORMAT:
-            raise R3Error(
-                f"{where}: expected format {FORMAT}, found {raw['format']}; "
-                "use the vllm-r3 that wrote it"
-            )
-        return Applied(**raw)
+        raw = json.loads(path.read_bytes())
+        found = raw["format"]
+        if found == FORMAT:
+            return Applied(**raw)
     except (ValueError, TypeError, KeyError) as error:
-        raise R3Error(f"{where}: not a record of vllm-r3 ({error!r}); reinstall vLLM") from error
+        raise R3Error(f"{path}: not a record of vllm-r3 ({error!r}); reinstall vLLM") from error
+    raise R3Error(f"{path}: expected format {FORMAT}, found {found}; use the vllm-r3 that wrote it")
 
 
 def patched_version(pin: Pin, found: str, target: str) -> str:
     """Return the version of a patched build of an installed version.
 
     A local part that the base has stays, behind ours: 0.21.0+cu129 -> 0.21.0+r3.1.cu129.
-
-    Raises:
-        R3Error: the base is another version than the pin's.
     """
     public, _, local = found.partition("+")
     if public != pin.version:
@@ -158,51 +152,29 @@ def patched_version(pin: Pin, found: str, target: str) -> str:
     return f"{version}.{local}" if local and local != "cpu" else version
 
 
+def version_of(info: Mapping[str, bytes]) -> str:
+    """Return the version that the files of a dist-info have."""
+    path, data = next(item for item in info.items() if item[0].endswith("/METADATA"))
+    match = re.search(rb"^Version: (.+)$", data.split(b"\n\n", 1)[0], re.MULTILINE)
+    if match is None:
+        raise R3Error(f"{path}: expected a Version, found none; reinstall vLLM")
+    return match[1].decode().strip()
+
+
 def set_version(source: bytes, version: str) -> bytes:
     """Return `vllm/_version.py` with another version, its tuple ending in the local part."""
     public, _, local = version.partition("+")
     parts = ", ".join([*public.split("."), repr(local)])
-    source = _sub(rb"(?m)^(__version__ = version = ).*$", repr(version), source)
-    return _sub(rb"(?m)^(__version_tuple__ = version_tuple = ).*$", f"({parts})", source)
+    source = _set(source, rb"^(__version__ = version = ).*$", repr(version))
+    return _set(source, rb"^(__version_tuple__ = version_tuple = ).*$", f"({parts})")
 
 
 def patched_tags(wheel: bytes, file: str) -> bytes:
     """Return WHEEL with the tags that the file name has, and our name as the generator."""
-    pythons, abis, platforms = file.removesuffix(".whl").split("-")[-3:]
-    tags = [
-        f"Tag: {python}-{abi}-{platform}\n"
-        for python in pythons.split(".")
-        for abi in abis.split(".")
-        for platform in platforms.split(".")
-    ]
+    parts = (part.split(".") for part in file.removesuffix(".whl").split("-")[-3:])
+    tags = "".join(f"Tag: {'-'.join(tag)}\n" for tag in itertools.product(*parts))
     head = re.sub(rb"(?m)^(Tag|Build): .*\n", b"", wheel).rstrip(b"\n")
-    return _sub(rb"(?m)^(Generator: ).*$", "vllm-r3", head) + b"\n" + "".join(tags).encode()
-
-
-def parse_record(data: bytes) -> dict[str, tuple[str, str]]:
-    """Return a RECORD as path -> (hash, size), both as they stand there."""
-    rows = csv.reader(io.StringIO(data.decode("utf-8")))
-    return {row[0]: (row[1], row[2]) for row in rows if row}
-
-
-def render_record(rows: Mapping[str, tuple[str, str]]) -> bytes:
-    """Return the bytes of a RECORD, in the order of `rows`."""
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows((path, *rest) for path, rest in rows.items())
-    return out.getvalue().encode()
-
-
-def record_row(data: bytes) -> tuple[str, str]:
-    """Return the hash and the size of a file as RECORD spells them."""
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    return f"sha256={digest}", str(len(data))
-
-
-def _metadata(data: bytes, version: str, for_wheel: bool) -> bytes:
-    data = _sub(rb"(?m)^(Version: ).*$", version, data)
-    if for_wheel:
-        data = without_local_torch(_sub(rb"(?m)^(Name: ).*$", "vllm", data))
-    return data
+    return _set(head, rb"^(Generator: ).*$", "vllm-r3") + b"\n" + tags.encode()
 
 
 def without_local_torch(metadata: bytes) -> bytes:
@@ -210,10 +182,27 @@ def without_local_torch(metadata: bytes) -> bytes:
     return re.sub(rb"(?m)^(Requires-Dist: torch==[0-9.]+)\+cpu\b", rb"\1", metadata)
 
 
-def _sub(pattern: bytes, value: str, data: bytes) -> bytes:
-    out, count = re.subn(pattern, lambda m: m.group(1) + value.encode(), data, count=1)
+def parse_record(data: bytes) -> dict[str, Row]:
+    """Return a RECORD as path -> (hash, size), both as they stand there."""
+    rows = csv.reader(io.StringIO(data.decode("utf-8")))
+    return {row[0]: (row[1], row[2]) for row in rows if row}
+
+
+def render_record(rows: Mapping[str, Row]) -> bytes:
+    """Return the bytes of a RECORD, in the order of `rows`."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows((path, *rest) for path, rest in rows.items())
+    return out.getvalue().encode()
+
+
+def record_row(data: bytes) -> Row:
+    """Return the hash and the size of a file as RECORD spells them."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return f"sha256={digest}", str(len(data))
+
+
+def _set(data: bytes, line: bytes, value: str) -> bytes:
+    out, count = re.subn(line, lambda m: m[1] + value.encode(), data, count=1, flags=re.MULTILINE)
     if not count:
-        raise R3Error(
-            f"expected a line like {pattern.decode()} in vLLM's version files, found none"
-        )
+        raise R3Error(f"expected a line like {line.decode()} in vLLM's version files, found none")
     return out

@@ -11,11 +11,11 @@ Imports `patch` and the standard library, and tomli on Python 3.10.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series.patch import Patch, parse_patch
@@ -23,21 +23,14 @@ from vllm_r3.series.patch import Patch, parse_patch
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    try:
-        import tomli as tomllib
-    except ModuleNotFoundError as error:
-        raise R3Error(
-            "the series tooling needs tomli on Python 3.10, which is not installed: "
-            "pip install 'vllm-r3[series]'"
-        ) from error
+    import tomli as tomllib
 
 DEFAULT = "v0.21.0"
 SUMS = "SHA256SUMS"
 TARGETS = ("cpu", "cuda")
 
 
-@dataclass(frozen=True)
-class PinnedWheel:
+class PinnedWheel(NamedTuple):
     """One wheel of the index: distribution and version, file name, full sha256, dependency lock."""
 
     distribution: str
@@ -47,8 +40,7 @@ class PinnedWheel:
     lock: str
 
 
-@dataclass(frozen=True)
-class Pin:
+class Pin(NamedTuple):
     """The content of pin.toml."""
 
     vllm: str
@@ -70,28 +62,26 @@ class Pin:
         return f"{self.version}+r3.{self.revision}" + (".cpu" if target == "cpu" else "")
 
 
-@dataclass(frozen=True)
-class Series:
-    """A folder that was read: its pin, the lines of `series`, the bytes of each listed patch."""
+class Series(NamedTuple):
+    """A folder that was read: its pin, and the bytes of each patch by name, first applied first."""
 
     folder: Path
     pin: Pin
-    lines: tuple[str, ...]
     raw: dict[str, bytes]
 
     @property
     def order(self) -> list[str]:
-        """The patch file names, first applied first."""
-        return [line for line in self.lines if is_patch(line)]
+        """The patch file names."""
+        return list(self.raw)
 
     @property
     def hash(self) -> str:
         """The sha256 of SHA256SUMS as it would be for these patches."""
-        return sha256(render_sums({name: self.raw[name] for name in self.order}))
+        return sha256(render_sums(self.raw))
 
     def patches(self) -> list[Patch]:
-        """Parse every patch, in order."""
-        return [parse_patch(name, self.raw[name]) for name in self.order]
+        """Parse every patch."""
+        return [parse_patch(name, data) for name, data in self.raw.items()]
 
 
 def sha256(data: bytes) -> str:
@@ -106,33 +96,24 @@ def render_sums(patches: Mapping[str, bytes]) -> bytes:
 
 def default_folder() -> Path:
     """Return the folder of this checkout, else the one that an installed vllm_r3 carries."""
-    package = Path(__file__).resolve().parent.parent
-    places = [package.parent / "patches" / DEFAULT, package / "patches" / DEFAULT]
-    return next((place for place in places if (place / "pin.toml").exists()), places[0])
+    package = Path(__file__).resolve().parents[1]
+    carried = package / "patches" / DEFAULT
+    return carried if carried.exists() else package.parent / "patches" / DEFAULT
 
 
 def read_series(folder: Path | None = None) -> Series:
-    """Read a series folder.
-
-    Raises:
-        R3Error: there is none, or a listed patch is missing.
-    """
+    """Read a series folder; refuse one that lists what is not there."""
     folder = folder or default_folder()
     pin = read_pin(folder)
-    lines = read_lines(folder)
-    names = [line for line in lines if is_patch(line)]
+    names = [line for line in read_lines(folder) if is_patch(line)]
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise R3Error(f"{folder / 'series'} lists files that are not there: {', '.join(missing)}")
-    return Series(folder, pin, lines, {name: (folder / name).read_bytes() for name in names})
+    return Series(folder, pin, {name: (folder / name).read_bytes() for name in names})
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read one TOML file.
-
-    Raises:
-        R3Error: it is missing or not TOML.
-    """
+    """Read one TOML file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -142,11 +123,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_pin(folder: Path) -> Pin:
-    """Read the pin of a series folder.
-
-    Raises:
-        R3Error: a field is missing, unknown or of another type.
-    """
+    """Read the pin of a series folder."""
     path = folder / "pin.toml"
     raw = read_toml(path)
     try:
@@ -164,10 +141,9 @@ def read_pin(folder: Path) -> Pin:
 def read_lines(folder: Path) -> tuple[str, ...]:
     """Return the lines of `series`, stripped."""
     path = folder / "series"
-    try:
-        return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    except FileNotFoundError as error:
-        raise R3Error(f"{path}: expected the list of patches, found no file") from error
+    if not path.is_file():
+        raise R3Error(f"{path}: expected the list of patches, found no file")
+    return tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
 
 
 def is_patch(line: str) -> bool:
@@ -181,21 +157,17 @@ def reorder(lines: Iterable[str], order: Iterable[str]) -> tuple[str, ...]:
     A new patch goes below the heading of the patch before it; a heading without patches is dropped.
     """
     heading: list[str] = []
-    headings: dict[str, tuple[str, ...]] = {}
-    fresh = True
-    for line in lines:
-        if is_patch(line):
-            headings[line] = tuple(heading)
+    headings: dict[str, list[str]] = {}
+    for is_name, group in itertools.groupby(lines, is_patch):
+        if is_name:
+            headings |= dict.fromkeys(group, heading)
         else:
-            heading = [line] if fresh else [*heading, line]
-        fresh = is_patch(line)
+            heading = list(group)
     out: list[str] = []
-    current: tuple[str, ...] = next(iter(headings.values()), tuple(heading))
-    shown: tuple[str, ...] | None = None
+    current = next(iter(headings.values()), heading)
+    shown: list[str] = []
     for name in order:
         current = headings.get(name, current)
-        if current != shown:
-            out += current
-            shown = current
-        out.append(name)
+        out += [*(current if current != shown else ()), name]
+        shown = current
     return tuple(out)

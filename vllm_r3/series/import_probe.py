@@ -1,9 +1,10 @@
-"""Import modules in a fresh child of one warm process, once for each line of stdin.
+"""Import modules of a vLLM that changes, in a fresh child of one warm process for each state of it.
 
-`prefixes` runs this file with an interpreter that has vLLM's dependencies; it imports nothing of
-vllm_r3. A line of stdin is a JSON list of module names, the answer one JSON string: empty, or the
-error's last line. After the first answer the process imports what vLLM imported from elsewhere
-(torch and the like), so that the next children start with it; of vLLM it never imports anything.
+`verify` runs this file with an interpreter that has vLLM's dependencies; it imports nothing of
+vllm_r3. A line of stdin is a JSON object: `files` to write (path -> text as latin-1, null: remove)
+and the `modules` to import then. The answer is one JSON string: empty, or the error's last line.
+After the first answer the process imports what vLLM imported from elsewhere (torch and the like),
+so that the next children start with it; of vLLM it never imports anything.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 
 
 def probe(root: str, modules: list[str]) -> tuple[str, list[str]]:
@@ -34,18 +36,26 @@ def in_child(root: str, modules: list[str]) -> tuple[str, list[str]]:
     child = os.fork()
     if child == 0:
         os.dup2(2, 1)  # what vLLM prints is talk
-        answer = json.dumps(probe(root, modules)).encode()
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(answer)
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(probe(root, modules), pipe)
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
+    with os.fdopen(reader) as pipe:
         answer = pipe.read()
     status = os.waitpid(child, 0)[1]
     if not answer:
         return f"the import ended the process with status {status}", []
-    words, names = json.loads(answer)
-    return words, names
+    return tuple(json.loads(answer))
+
+
+def write(path: Path, text: str | None) -> None:
+    """Write a file anew, or remove it; its bytecode may have the same second and size."""
+    for cached in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        cached.unlink()
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("latin-1"))
 
 
 def main(root: str) -> None:
@@ -53,13 +63,16 @@ def main(root: str) -> None:
     sys.path[0] = root  # in place of this file's folder, whose names are not for others
     warm = False
     for line in sys.stdin:
-        words, names = in_child(root, json.loads(line))
+        asked = json.loads(line)
+        for path, text in asked["files"].items():
+            write(Path(root, path), text)
+        words, found = in_child(root, asked["modules"]) if asked["modules"] else ("", [])
         print(json.dumps(words), flush=True)
-        if not warm and not words:
-            for name in names:
+        if not warm:
+            for name in found:
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
-            warm = True
+            warm = bool(found)
 
 
 if __name__ == "__main__":

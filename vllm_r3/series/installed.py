@@ -8,8 +8,8 @@ running it again: what is done is skipped, the rest is done, anything else is re
     <patched dist-info>/vllm_r3.json         which files change; in place once the above are whole,
                                              before the first file below vllm/ is replaced
 
-The dist-info that a run leaves behind is removed last, so two of them mean a cut-off run.
-Files are replaced by rename, never written through: a hard link into a cache stays as it is.
+The dist-info that a run leaves behind is removed last, so two of them mean a cut-off run. Files are
+replaced by rename, never written through: a hard link into a package cache stays as it is.
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ import contextlib
 import errno
 import fcntl
 import importlib.util
+import itertools
 import os
 import re
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_r3.errors import R3Error
 from vllm_r3.series import distinfo
-from vllm_r3.series.distinfo import KEPT, Applied, Build, parse_record, record_row
+from vllm_r3.series.distinfo import KEPT, Applied, Build, record_row
 from vllm_r3.series.folder import Series
 from vllm_r3.series.patch import blob_id, blobs
 
 STAGED = "vllm_r3/new"
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """A vLLM in a site-packages folder.
 
     `info` is the dist-info that counts, `others` are those that a cut-off run left, `applied` is
-    what its vllm_r3.json says; `interrupted`: files below vllm/ may be stock or patched.
+    what its vllm_r3.json says.
     """
 
     root: Path
     info: str
     others: tuple[str, ...]
     applied: Applied | None
-    interrupted: bool
 
     @property
     def target(self) -> str:
@@ -57,7 +56,12 @@ class Site:
     @property
     def version(self) -> str:
         """The version that is installed, or being installed."""
-        return self.applied.version if self.applied else _version(self.stock_info())
+        return self.applied.version if self.applied else distinfo.version_of(self.stock_info())
+
+    @property
+    def is_wheel(self) -> bool:
+        """Whether it was installed as a patched wheel."""
+        return self.applied is not None and self.applied.origin == "wheel"
 
     def read(self, path: str) -> bytes | None:
         """Return the content of one file below the folder, None where there is none."""
@@ -74,26 +78,17 @@ class Site:
     def stock_info(self) -> dict[str, bytes]:
         """Return the files of the stock dist-info by path."""
         base = self.root / self.info / KEPT if self.applied else self.root
-        info = self.applied.stock_info if self.applied else self.info
-        files = [path for path in sorted((base / info).rglob("*")) if path.is_file()]
+        info = base / (self.applied.stock_info if self.applied else self.info)
+        files = [path for path in sorted(info.rglob("*")) if path.is_file()]
         return {path.relative_to(base).as_posix(): path.read_bytes() for path in files}
 
-
-@dataclass(frozen=True)
-class Status:
-    """`state` is `stock`, `patched`, `modified` or `interrupted`; `files` are the modified ones."""
-
-    state: str
-    version: str
-    applied: Applied | None = None
-    files: tuple[str, ...] = ()
+    def unlike(self, known: Mapping[str, Collection[str | None]]) -> list[str]:
+        """Return the paths whose blob id is none of the known ones."""
+        return [path for path, ids in known.items() if blob_id(self.read(path)) not in ids]
 
 
 def apply_series(series: Series, root: Path) -> tuple[str, int]:
-    """Apply a series to the vLLM in a site-packages folder.
-
-    An older series that was applied in place is taken out first. Applying what is there already
-    changes nothing.
+    """Apply a series to the vLLM in a site-packages folder, an older series being taken out first.
 
     Returns:
         The version now installed, and how many files below vllm/ changed.
@@ -110,7 +105,7 @@ def apply_series(series: Series, root: Path) -> tuple[str, int]:
             _build(series, site)  # what does not fit is refused before the older series goes
             _revert(site)
             site = read_site(root)
-        if site.applied and site.applied.origin == "wheel":
+        if site.is_wheel:
             return site.version, 0
         build = _build(series, site)
         return build.applied.version, _switch(site, build.info, build)
@@ -129,30 +124,26 @@ def revert_series(root: Path) -> tuple[str, int]:
             return site.version, 0
         _refuse_wheel(site, "revert")
         _check_applied(site, "revert")
-        return _version(site.stock_info()), _revert(site)
+        return distinfo.version_of(site.stock_info()), _revert(site)
 
 
-def read_status(series: Series, root: Path) -> Status:
-    """Inspect the vLLM in a site-packages folder; write nothing.
+def read_status(series: Series, root: Path) -> tuple[str, Site, list[str]]:
+    """Inspect the vLLM in a site-packages folder: its Python files by RECORD and by the patches.
 
-    Compares every Python file that the installation lists with its RECORD, and the files of the
-    series with what the patches say.
-
-    Raises:
-        R3Error: there is no vLLM.
+    Returns:
+        `stock`, `patched`, `modified` or `interrupted`; the site; the files that are modified.
     """
     site = read_site(root)
-    if site.interrupted:
-        return Status("interrupted", site.version, site.applied)
-    rows = parse_record(site.read(f"{site.info}/RECORD") or b"").items()
+    if site.applied and (site.others or (root / site.info / STAGED).exists()):
+        return "interrupted", site, []
+    rows = distinfo.parse_record(site.read(f"{site.info}/RECORD") or b"").items()
     listed = {path: row for path, row in rows if re.fullmatch(r"vllm/.*\.py", path) and row[0]}
     bad = {p for p, row in listed.items() if (d := site.read(p)) is None or record_row(d) != row}
     if site.applied:
-        bad |= set(_unlike(site, {p: known[1:] for p, known in site.applied.files.items()}))
+        bad |= {*site.unlike({path: ids[1:] for path, ids in site.applied.files.items()})}
     elif site.version.startswith(series.pin.version):
-        bad |= set(_unlike(site, {p: k[:1] for p, k in blobs(series.patches()).items()}))
-    state = "modified" if bad else "patched" if site.applied else "stock"
-    return Status(state, site.version, site.applied, tuple(sorted(bad)))
+        bad |= {*site.unlike(_stock_ids(series))}
+    return "modified" if bad else "patched" if site.applied else "stock", site, sorted(bad)
 
 
 def venv_site(venv: Path) -> Path:
@@ -178,11 +169,7 @@ def own_site() -> Path:
 
 
 def read_site(root: Path) -> Site:
-    """Find the vLLM below a site-packages folder.
-
-    Raises:
-        R3Error: there is no vllm, or not exactly one dist-info for it.
-    """
+    """Find the one vLLM below a site-packages folder."""
     if not (root / "vllm" / "__init__.py").is_file():
         raise R3Error(f"{root}: expected an installed vLLM, found no vllm/__init__.py there")
     infos = sorted(i for i in root.glob("vllm*") if re.match(r"vllm(_cpu)?-.+\.dist-info$", i.name))
@@ -194,11 +181,8 @@ def read_site(root: Path) -> Site:
             f"found {', '.join(info.name for info in ours + stock) or 'none'}; reinstall vLLM"
         )
     info = (ours + stock)[0]
-    others = tuple(other.name for other in infos if other != info)
-    record = info / distinfo.NAME
-    applied = distinfo.parse_applied(record.read_bytes(), str(record)) if ours else None
-    interrupted = bool(ours) and (bool(others) or (info / STAGED).exists())
-    return Site(root, info.name, others, applied, interrupted)
+    applied = distinfo.read_applied(info / distinfo.NAME) if ours else None
+    return Site(root, info.name, tuple(i.name for i in infos if i != info), applied)
 
 
 @contextlib.contextmanager
@@ -217,31 +201,21 @@ def _locked(root: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _version(info: Mapping[str, bytes]) -> str:
-    """Return the version that the files of a dist-info have."""
-    path, data = next(item for item in info.items() if item[0].endswith("/METADATA"))
-    match = re.search(rb"(?m)^Version: (.+)$", data.split(b"\n\n", 1)[0])
-    if match is None:
-        raise R3Error(f"{path}: expected a Version, found none; reinstall vLLM")
-    return match[1].decode().strip()
+def _stock_ids(series: Series) -> dict[str, tuple[str | None, ...]]:
+    return {path: ids[:1] for path, ids in blobs(series.patches()).items()}
 
 
-def _unlike(site: Site, known: Mapping[str, Collection[str | None]]) -> list[str]:
-    """Return the paths whose content is none of the known ones."""
-    return [path for path, ids in known.items() if blob_id(site.read(path)) not in ids]
-
-
-def _refuse(site: Site, verb: str, expected: str, bad: list[str]) -> None:
+def _refuse(site: Site, verb: str, of: str, bad: list[str]) -> None:
     if bad:
         raise R3Error(
-            f"{site.root}: cannot {verb}: expected {expected}, {len(bad)} differ:\n"
+            f"{site.root}: cannot {verb}: expected the files of {of}, {len(bad)} differ:\n"
             + "".join(f"  {path}\n" for path in bad)
             + "nothing was changed; reinstall vLLM"
         )
 
 
 def _refuse_wheel(site: Site, verb: str) -> None:
-    if site.applied and site.applied.origin == "wheel":
+    if site.is_wheel:
         raise R3Error(
             f"{site.root}: cannot {verb}: vLLM {site.version} was installed as a patched wheel; "
             "install the wheel that you want instead"
@@ -249,24 +223,22 @@ def _refuse_wheel(site: Site, verb: str) -> None:
 
 
 def _check_applied(site: Site, verb: str) -> None:
-    """Refuse an installation that is not as its vllm_r3.json says."""
+    """Refuse an installation that is not as its vllm_r3.json says, stock or patched."""
     assert site.applied is not None
-    known: dict[str, list[str | None]] = {**site.applied.files}
-    if site.applied.origin == "in place":
-        kept = f"{site.info}/{KEPT}"
-        known |= {f"{kept}/{path}": ids[:1] for path, ids in site.applied.files.items()}
-    expected = f"the files of series {site.applied.series[:12]}"
-    _refuse(site, verb, expected, _unlike(site, known))
+    files = site.applied.files
+    bad = site.unlike(files)
+    if not site.is_wheel:
+        bad += site.unlike({f"{site.info}/{KEPT}/{p}": ids[:1] for p, ids in files.items()})
+    _refuse(site, verb, f"series {site.applied.series[:12]}", bad)
 
 
 def _build(series: Series, site: Site) -> Build:
-    """Return what an application makes; refuse another vLLM, and files that are modified."""
-    stock = site.stock_info()
-    version = distinfo.patched_version(series.pin, _version(stock), site.target)
+    """Return what an application makes; refuse another vLLM, and stock files that are modified."""
+    info = site.stock_info()
+    version = distinfo.patched_version(series.pin, distinfo.version_of(info), site.target)
     if not site.applied:
-        known = {path: ids[:1] for path, ids in blobs(series.patches()).items()}
-        _refuse(site, "apply", f"the files of vLLM {series.pin.vllm}", _unlike(site, known))
-    return distinfo.patched_build(series, version, site.read_stock, stock)
+        _refuse(site, "apply", f"vLLM {series.pin.vllm}", site.unlike(_stock_ids(series)))
+    return distinfo.patched_build(series, version, site.read_stock, info)
 
 
 def _revert(site: Site) -> int:
@@ -282,14 +254,14 @@ def _switch(site: Site, keep: str, build: Build) -> int:
     new = own / STAGED
     scratch = new if (own / distinfo.NAME).exists() else own  # what counts for nothing yet
     shutil.rmtree(scratch, ignore_errors=True)
-    changes = {path: data for path, data in _in_order(build) if site.read(path) != data}
+    changes = {path: data for path, data in build.in_order() if site.read(path) != data}
     try:
         for path, data in build.kept.items():
             if site.read(path) != data:
-                _write(root / path, data)
+                _write(root / path, data, root / path)
         for path, data in changes.items():
             if data is not None:
-                _write(new / path, data, like=root / path)
+                _write(new / path, data, root / path)
         os.sync()
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -302,42 +274,28 @@ def _switch(site: Site, keep: str, build: Build) -> int:
         shutil.rmtree(new, ignore_errors=True)
         _prune(root, [path for path, data in build.files.items() if data is None])
     except OSError as error:
-        raise R3Error(
-            f"{root}: interrupted: {error}; fix that and run it again, which heals it"
-        ) from error
+        advice = "fix that and run it again, which heals it"
+        raise R3Error(f"{root}: interrupted: {error}; {advice}") from error
     return len(changes.keys() & build.files.keys())
 
 
-def _in_order(build: Build) -> Iterator[tuple[str, bytes | None]]:
-    """Yield what is put in place: vllm_r3.json, the files below vllm/, the rest, METADATA."""
-    first, last = f"{build.info}/{distinfo.NAME}", f"{build.info}/METADATA"
-    rest = {**build.files, **build.info_files}
-    yield from ((path, rest.pop(path)) for path in [first] if path in rest)
-    metadata = rest.pop(last)
-    yield from rest.items()
-    yield last, metadata
-
-
-def _write(path: Path, data: bytes, like: Path | None = None) -> None:
+def _write(path: Path, data: bytes, like: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    mode = like.stat().st_mode & 0o7777 if like.exists() else 0o644
     path.write_bytes(data)
-    path.chmod(like.stat().st_mode & 0o7777 if like and like.exists() else 0o644)
+    path.chmod(mode)
 
 
 def _place(new: Path | None, target: Path) -> None:
-    drop_bytecode(target)
+    """Rename `new` to `target`, or remove it; its bytecode may have the same second and size."""
+    if target.suffix == ".py":
+        for cached in (target.parent / "__pycache__").glob(f"{target.stem}.*.pyc"):
+            cached.unlink(missing_ok=True)
     if new is None:
         target.unlink(missing_ok=True)
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(new, target)
-
-
-def drop_bytecode(target: Path) -> None:
-    """Remove the compiled forms of one Python file, which may carry the same second and size."""
-    if target.suffix == ".py":
-        for cached in (target.parent / "__pycache__").glob(f"{target.stem}.*.pyc"):
-            cached.unlink(missing_ok=True)
 
 
 def _remove(root: Path, infos: Collection[str]) -> None:
@@ -351,12 +309,7 @@ def _remove(root: Path, infos: Collection[str]) -> None:
 def _prune(root: Path, paths: list[str]) -> None:
     """Remove the folders that removed files leave empty but for bytecode, upwards."""
     for path in paths:
-        for folder in (root / path).parents:
-            with contextlib.suppress(OSError):
-                (folder / "__pycache__").rmdir()
-            try:
-                folder.rmdir()
-            except FileNotFoundError:
-                continue
-            except OSError:
-                break
+        for folder in itertools.takewhile(lambda folder: folder != root, (root / path).parents):
+            for empty in (folder / "__pycache__", folder):
+                with contextlib.suppress(OSError):
+                    empty.rmdir()

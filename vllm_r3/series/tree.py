@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_r3.errors import R3Error
@@ -35,15 +34,6 @@ FORMAT = (
     "--zero-commit",  # commit ids change with every edit of an earlier patch
     "--full-index",  # whole blob ids: what "strict" compares
 )
-
-
-@dataclass(frozen=True)
-class Export:
-    """What an export would write: the folder's files by name, those to remove, and the changes."""
-
-    files: dict[str, bytes]
-    removed: list[str]
-    changed: list[str]
 
 
 def import_series(
@@ -141,12 +131,17 @@ def _blobs_of_commits(git: Git) -> list[dict[str, tuple[str | None, str | None]]
     return out
 
 
-def plan_export(tree: Path, folder: Path, base: str = BASE) -> Export:
-    """Work out the export of `tree` to `folder` without writing.
+def export_series(
+    tree: Path, folder: Path, base: str = BASE, write: bool = True
+) -> tuple[list[str], list[str]]:
+    """Write the series of `tree` to `folder`: each file whole or not at all, removals last.
+
+    Returns:
+        The names of the files that changed and of those that were removed, or would be.
 
     Raises:
         R3Error: the tree has uncommitted changes, merges, leftover fixups, two patches of one name
-            or a commit that is no patch.
+            or a commit that is no patch; nothing was written.
     """
     git = Git(tree)
     _check_tree(git, base)
@@ -160,24 +155,18 @@ def plan_export(tree: Path, folder: Path, base: str = BASE) -> Export:
     lines = reorder(read_lines(folder) if (folder / "series").exists() else (), patches)
     text = "".join(f"{line}\n" for line in lines)
     files = {**patches, "series": text.encode(), SUMS: render_sums(patches)}
-    removed = sorted(p.name for p in folder.glob("*.patch") if p.name not in patches)
-    changed = [
-        name
-        for name, data in files.items()
-        if not (folder / name).exists() or (folder / name).read_bytes() != data
-    ]
-    return Export(files, removed, changed)
-
-
-def write_export(export: Export, folder: Path) -> None:
-    """Write what plan_export worked out: each file whole or not at all, removals last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in export.changed:
-        temp = folder / f".{name}.tmp"
-        temp.write_bytes(export.files[name])
-        os.replace(temp, folder / name)
-    for name in export.removed:
-        (folder / name).unlink()
+    had = {path.name: path.read_bytes() for path in folder.glob("*") if path.is_file()}
+    changed = [name for name, data in files.items() if had.get(name) != data]
+    removed = sorted(name for name in had if name.endswith(".patch") and name not in patches)
+    if write:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in changed:
+            temp_file = folder / f".{name}.tmp"
+            temp_file.write_bytes(files[name])
+            os.replace(temp_file, folder / name)
+        for name in removed:
+            (folder / name).unlink()
+    return changed, removed
 
 
 def _check_tree(git: Git, base: str) -> None:

@@ -75,29 +75,26 @@ def read_tests(series: Series) -> dict[str, dict[str, bytes]]:
     }
 
 
-def try_rebase(git: Git, series: Series) -> list[tuple[str, str]]:
+def try_rebase(git: Git, series: Series) -> list[tuple[str, str, list[str]]]:
     """Try the patches in order on the tag r3-onto of an imported tree.
 
-    A conflicting patch is left out; a three-way merge keeps the later ones from conflicting too,
-    unless they touch the same lines.
-
     Returns:
-        For each patch its name and "clean" (lines may have moved), "merged" (by a three-way merge)
-        or "conflict: " with the files.
+        For each patch its name, "clean" (lines may have moved), "merged" (by a three-way merge) or
+        "conflict", and the files in conflict. A patch in conflict is left out; the three-way merge
+        keeps later ones from conflicting too, unless they touch the same lines.
     """
     verdicts = []
     git.run("checkout", "-q", "--detach", ONTO)
-    for name, data in ((name, series.raw[name]) for name in series.order):
-        if git.succeeds(*AM, data=data):
-            verdict = "clean"
-        else:
+    for name in series.order:
+        kind, files = "clean", []
+        if not git.succeeds(*AM, data=series.raw[name]):
             git.run("am", "--abort")
-            merged = git.succeeds(*AM, "--3way", data=data)
-            files = git.text("diff", "--name-only", "--diff-filter=U").split()
-            verdict = "merged" if merged else f"conflict: {', '.join(files)}"
-            if not merged:
+            kind = "merged"
+            if not git.succeeds(*AM, "--3way", data=series.raw[name]):
+                kind = "conflict"
+                files = git.text("diff", "--name-only", "--diff-filter=U").split()
                 git.run("am", "--skip")
-        verdicts.append((name, verdict))
+        verdicts.append((name, kind, files))
     git.run("checkout", "-q", "main")
     return verdicts
 

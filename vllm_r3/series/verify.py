@@ -8,45 +8,29 @@ whoever comes later. Prefixes that were imported once are remembered.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.folder import (
-    SUMS,
-    TARGETS,
-    Pin,
-    Series,
-    is_patch,
-    read_lines,
-    render_sums,
-    sha256,
-)
-from vllm_r3.series.installed import drop_bytecode
+from vllm_r3.series import folder as folders
+from vllm_r3.series.folder import SUMS, Pin, Series, render_sums
 from vllm_r3.series.patch import Patch, apply_patch, blobs, parse_patch, slug
 
-REASONS = ("temporary", "permanent")
 # Subjects and bodies that `git am` would cut: a patch must come out of it as it went in.
 CUTS_MESSAGE = re.compile(r"^(---|diff -|Index: |From: )", re.MULTILINE)
 PROBE = Path(__file__).with_name("import_probe.py")
 # An import is no run: keep it off the network and off the compilers.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-IMPORTED = "imported-prefixes"
-Ask = Callable[[list[str]], str]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One problem: `phrase` is one of a few fixed words, `where` a path, `detail` may be empty."""
 
     phrase: str
@@ -58,14 +42,10 @@ class Finding:
 
 
 def verify_folder(folder: Path, pin: Pin) -> tuple[list[Finding], list[Patch]]:
-    """Check what the folder alone can tell.
-
-    Returns:
-        The findings, and the patches that could be read, in order.
-    """
-    order = [line for line in read_lines(folder) if is_patch(line)]
-    findings = [Finding("twice", name) for name in sorted({n for n in order if order.count(n) > 1})]
+    """Check what the folder alone can tell; return the patches that could be read, too."""
+    order = [line for line in folders.read_lines(folder) if folders.is_patch(line)]
     files = {path.name: path.read_bytes() for path in sorted(folder.glob("*.patch"))}
+    findings = [Finding("twice", name) for name in sorted({n for n in order if order.count(n) > 1})]
     findings += [Finding("missing", name) for name in dict.fromkeys(order) if name not in files]
     findings += [Finding("unlisted", name) for name in files if name not in order]
     findings += _check_pin(folder, pin)
@@ -77,9 +57,7 @@ def verify_folder(folder: Path, pin: Pin) -> tuple[list[Finding], list[Patch]]:
             patches.append(parse_patch(name, data))
         except R3Error as error:
             findings.append(Finding("malformed", name, str(error).removeprefix(f"{name}: ")))
-    for patch in patches:
-        findings += _check_patch(patch, pin)
-    return findings, patches
+    return findings + [f for patch in patches for f in _check_patch(patch, pin)], patches
 
 
 def verify_sources(patches: list[Patch], sources: Mapping[str, bytes]) -> Iterator[Finding]:
@@ -99,15 +77,6 @@ def verify_sources(patches: list[Patch], sources: Mapping[str, bytes]) -> Iterat
                 yield Finding("no compile", patch.name, f"{path}: {error}")
 
 
-def can_import(python: Path) -> bool:
-    """Return whether an interpreter has what vLLM imports first."""
-    command = [python, "-c", "import importlib.util as u; exit(not u.find_spec('torch'))"]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False
-
-
 def import_prefixes(
     series: Series, target: str, wheel: Path, python: Path, scratch: Path
 ) -> Iterator[Finding]:
@@ -119,114 +88,66 @@ def import_prefixes(
         scratch: a folder on a disk with half a GiB free; what was imported is remembered there.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    known = scratch / IMPORTED
+    known = scratch / "imported-prefixes"
     done = known.read_text().split() if known.exists() else []
     keys = _prefix_keys(series, target, python)
     if set(keys) <= set(done):
         return
-    root = Path(tempfile.mkdtemp(prefix="prefixes-", dir=scratch))
-    try:
+    with tempfile.TemporaryDirectory(prefix="prefixes-", dir=scratch) as temp:
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(root)
+            archive.extractall(temp)
         if target == "cpu":  # vLLM takes the CPU platform if the version of `vllm` has "cpu" in it
-            (root / "vllm-0+cpu.dist-info").mkdir()
-            (root / "vllm-0+cpu.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0+cpu\n")
-        with _prober(python, root) as ask:
-            for key, name, words in _import_each(series.patches(), root, ask, keys, done):
-                if words:
-                    yield Finding("no import", name, words)
-                else:
-                    done.append(key)
-    finally:
-        known.write_text("\n".join(key for key in keys if key in done))
-        shutil.rmtree(root, ignore_errors=True)
+            info = Path(temp, "vllm-0+cpu.dist-info")
+            info.mkdir()
+            (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
+        names = ["the unpatched wheel", *series.order]
+        states = _states(series.patches(), Path(temp), [key in done for key in keys])
+        for key, name, words in zip(keys, names, _probe(states, python, temp), strict=False):
+            if words:
+                yield Finding("no import", name, words)
+            done += [] if words else [key]
+            if words and name == names[0]:
+                break  # so will all others
+    known.write_text("\n".join(key for key in keys if key in done))
 
 
 def _prefix_keys(series: Series, target: str, python: Path) -> list[str]:
     """Return what each prefix depends on, hashed; the first is the unpatched wheel."""
     wheel = series.pin.wheels[target]
     salt = f"{python} {wheel.sha256}\n".encode() + (series.folder / wheel.lock).read_bytes()
-    names = series.order
-    prefixes = ({name: series.raw[name] for name in names[:n]} for n in range(len(names) + 1))
-    return [sha256(salt + render_sums(prefix)) for prefix in prefixes]
+    lines = render_sums(series.raw).splitlines(keepends=True)
+    return [folders.sha256(salt + b"".join(lines[:n])) for n in range(len(lines) + 1)]
 
 
-def _import_each(
-    patches: list[Patch], root: Path, ask: Ask, keys: list[str], done: Collection[str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield key, name and error (empty if none) of each prefix that is not in `done`."""
-    paths = [root / path for path in blobs(patches)]
-    files = {
-        path.relative_to(root).as_posix(): path.read_bytes() if path.is_file() else None
-        for path in paths
-    }
-    for key, patch in zip(keys, [None, *patches], strict=True):
+def _states(patches: list[Patch], root: Path, skip: list[bool]) -> Iterator[dict[str, object]]:
+    """Yield for each prefix which files change and which modules to import, none if `skip`."""
+    paths = {path: root / path for path in blobs(patches)}
+    files = {path: at.read_bytes() if at.is_file() else None for path, at in paths.items()}
+    for patch, skipped in zip([None, *patches], skip, strict=True):
+        changed = [change.path for change in patch.changes] if patch else []
         if patch:
             apply_patch(patch, files)
-            for change in patch.changes:
-                _write(root / change.path, files[change.path])
-        if key not in done:
-            words = ask(_modules(files))
-            yield key, patch.name if patch else "the unpatched wheel", words
-            if words and not patch:
-                return
+        texts = {p: None if (d := files[p]) is None else d.decode("latin-1") for p in changed}
+        python = [p for p, data in files.items() if p.endswith(".py") and data is not None]
+        names = [p[:-3].removesuffix("/__init__").replace("/", ".") for p in python]
+        yield {"files": texts, "modules": [] if skipped else sorted({"vllm", *names})}
 
 
-def _write(path: Path, data: bytes | None) -> None:
-    drop_bytecode(path)
-    path.unlink(missing_ok=True)
-    if data is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-
-def _modules(files: Mapping[str, bytes | None]) -> list[str]:
-    names = [p for p, data in files.items() if p.endswith(".py") and data is not None]
-    names = [n.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for n in names]
-    return sorted({"vllm", *names})
-
-
-@contextlib.contextmanager
-def _prober(python: Path, root: Path) -> Iterator[Ask]:
-    """Start import_probe.py; yield a function from module names to the error, empty if none."""
+def _probe(states: Iterator[dict[str, object]], python: Path, root: str) -> Iterator[str]:
+    """Yield the error of each state, empty if none."""
     env = {**os.environ, **ENVIRONMENT}
-    for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):  # compiling vLLM each time costs seconds
+    for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE"):  # compiling vLLM each time takes seconds
         env.pop(name, None)
-    with (
-        tempfile.TemporaryFile("w+") as talk,
-        subprocess.Popen(
-            [python.absolute(), PROBE, root],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=talk,
-            text=True,
-            env=env,
-            cwd=root,
-        ) as process,
-    ):
-
-        def ask(modules: list[str]) -> str:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps(modules) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            return json.loads(line) if line else _last_line(talk)
-
-        try:
-            yield ask
-        finally:
-            process.kill()
-
-
-def _last_line(talk: TextIO) -> str:
-    talk.seek(0)
-    lines = talk.read().strip().splitlines()
-    return f"the interpreter ended: {lines[-1] if lines else 'without a word'}"
+    text = "".join(json.dumps(state) + "\n" for state in states)
+    done = subprocess.run(
+        [python, PROBE, root], input=text, env=env, cwd=root, capture_output=True, text=True
+    )
+    yield from map(json.loads, done.stdout.splitlines())
+    yield f"the interpreter ended: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}"
 
 
 def _check_pin(folder: Path, pin: Pin) -> Iterator[Finding]:
-    for target in TARGETS:
-        wheel = pin.wheels[target]
+    for target, wheel in pin.wheels.items():
         if not re.fullmatch(r"[0-9a-f]{64}", wheel.sha256):
             yield Finding("bad pin", f"pin.toml wheel.{target}", "expected a full sha256")
         if wheel.version != pin.version:
@@ -242,7 +163,7 @@ def _check_sums(folder: Path, listed: Mapping[str, bytes]) -> Iterator[Finding]:
     file = folder / SUMS
     found = file.read_bytes() if file.exists() else b""
     lines = found.splitlines(keepends=True)
-    bad = [n for n, data in listed.items() if render_sums({n: data}) not in lines]
+    bad = [name for name, data in listed.items() if render_sums({name: data}) not in lines]
     yield from (Finding("differs", name, f"from {SUMS}") for name in bad)
     if not bad and found != render_sums(listed):
         yield Finding("differs", SUMS, "expected one line a patch, in their order")
@@ -251,24 +172,18 @@ def _check_sums(folder: Path, listed: Mapping[str, bytes]) -> Iterator[Finding]:
 def _check_patch(patch: Patch, pin: Pin) -> Iterator[Finding]:
     if patch.name != slug(patch.subject):
         yield Finding("misnamed", patch.name, f"its subject gives {slug(patch.subject)}")
-    if not patch.changes:
-        yield Finding("empty", patch.name)
-    specific = pin.target_specific
-    for change in patch.changes:
-        if any(change.path == p or p.endswith("/") and change.path.startswith(p) for p in specific):
-            yield Finding("one target", patch.name, f"{change.path} differs between the wheels")
+    for path in (change.path for change in patch.changes):
+        if any(path == p or p.endswith("/") and path.startswith(p) for p in pin.target_specific):
+            yield Finding("one target", patch.name, f"{path} differs between the wheels")
     if CUTS_MESSAGE.search(patch.body):
         yield Finding("cut", patch.name, "git am would end the message at a line of it")
-    trailers = patch.trailers
-    if len(patch.body.strip().split("\n\n")) < 2:
+    if "\n\n" not in patch.body.strip():
         yield Finding("no message", patch.name, "expected a paragraph of why, then the trailers")
-    reason = trailers.get("Reason", "")
-    if not reason:
-        yield Finding("no reason", patch.name)
-    elif reason.split(maxsplit=1)[0].rstrip(",;:") not in REASONS:
+    reason = patch.trailers.get("Reason", "")
+    if reason and not re.match(r"(temporary|permanent)([,;:\s]|$)", reason):
         yield Finding("bad reason", patch.name, f"expected temporary or permanent, got {reason}")
-    elif reason.startswith("temporary") and "Remove-when" not in trailers:
+    elif reason.startswith("temporary") and "Remove-when" not in patch.trailers:
         yield Finding("no exit", patch.name, "temporary, but no Remove-when")
-    for key, phrase in (("Upstream", "no upstream"), ("Tested", "no tests")):
-        if key not in trailers:
-            yield Finding(phrase, patch.name)
+    for key, phrase in (("Reason", "reason"), ("Upstream", "upstream"), ("Tested", "tests")):
+        if key not in patch.trailers:
+            yield Finding(f"no {phrase}", patch.name)

