@@ -2,7 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """No cache of routed experts by request, and no copy per layer to fill it."""
 
-import json
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,30 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vllm
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-)
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 REMOVED = "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
-PROMPT = [1, 2, 3, 4, 5]
 
 
 def test_removed_module_is_gone_and_nothing_names_it():
@@ -101,83 +81,3 @@ def test_pass_through_a_layer_runs_nothing_beside_its_router_and_kernel(
     assert out is hidden
     assert seen[0] is (None if is_monolithic else ids)
     assert (left == -1).all()
-
-
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-
-
-def make_scheduler(model: Path) -> Scheduler:
-    (model / "config.json").write_text(json.dumps(CONFIG))
-    spec = FullAttentionSpec(
-        block_size=4, num_kv_heads=1, head_size=1, dtype=torch.float32
-    )
-    vllm_config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(model),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            max_model_len=64,
-        ),
-        device_config=DeviceConfig("cpu"),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            max_model_len=64,
-            is_encoder_decoder=False,
-        ),
-        cache_config=CacheConfig(block_size=4, enable_prefix_caching=False),
-    )
-    vllm_config.cache_config.num_gpu_blocks = 17
-    return Scheduler(
-        vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(17, [], [KVCacheGroupSpec(["full"], spec)]),
-        structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=4,
-    )
-
-
-def test_step_without_routed_experts_is_answered_without(tmp_path: Path):
-    scheduler = make_scheduler(tmp_path)
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    scheduler.add_request(Request("0", list(PROMPT), params, None))
-    answers: list[EngineCoreOutput] = []
-    for token_id in (7, 8):
-        scheduled = scheduler.schedule()
-        output = ModelRunnerOutput(["0"], {"0": 0}, [[token_id]])
-        answers += scheduler.update_from_output(scheduled, output)[0].outputs
-    assert [answer.new_token_ids for answer in answers] == [[7], [8]]
-    assert [answer.routed_experts for answer in answers] == [None, None]
-    assert answers[1].finish_reason == FinishReason.LENGTH
-    assert not scheduler.requests
-
-
-def test_answer_without_routed_experts_has_none():
-    processor = OutputProcessor(tokenizer=None, log_stats=False)
-    request = EngineCoreRequest(
-        request_id="0",
-        prompt_token_ids=list(PROMPT),
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=2),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        external_req_id="0",
-    )
-    processor.add_request(request, None)
-    processor.process_outputs([EngineCoreOutput("0", [7])])
-    last = EngineCoreOutput("0", [8], finish_reason=FinishReason.LENGTH)
-    (answer,) = processor.process_outputs([last]).request_outputs
-    assert answer.finished
-    assert answer.prompt_routed_experts is None
-    assert answer.outputs[0].token_ids == [7, 8]
-    assert answer.outputs[0].routed_experts is None

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The GPU path of the recorder on a CPU: its kernel is run by Triton's interpreter.
 
-    python tests/upstream/interpreted_snapshots.py
+    python tests/upstream/v1/worker/interpreted_snapshots.py
 
 A process of its own, started by test_snapshot_kernel.py with ENVIRONMENT. It prints a JSON object:
 case -> what failed, empty if nothing did. A tensor of the CPU stands for pinned memory; the GPU's
@@ -19,9 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-
-import vllm.v1.worker.routed_experts as worker_routed_experts
-from recorders import (
+from test_routed_experts_recorder import (
     FULL,
     MAX_NUM_TOKENS,
     Group,
@@ -29,9 +27,12 @@ from recorders import (
     expected_rows,
     make_ids,
     make_kv_cache_config,
+    make_largest_ids,
     make_slots,
     run_layers,
 )
+
+import vllm.v1.worker.routed_experts as worker_routed_experts
 from vllm.v1.worker.routed_experts import RoutedExpertsRecorder, RoutedExpertsSnapshot
 
 # With no visible device vLLM leaves Triton on, although no driver is active.
@@ -74,13 +75,12 @@ def check(
 
 def rows_of_any_type() -> None:
     for num_experts, row_type in ((256, np.uint8), (257, np.int16)):
-        for staging_dtype in (torch.int16, torch.int32, torch.int64):
+        for staging_dtype in (torch.int32, torch.int64):
             recorder = bound_recorder(
                 num_experts=num_experts, staging_dtype=staging_dtype
             )
             for num_tokens in (1, 5, MAX_NUM_TOKENS):
-                ids = make_ids(num_tokens)
-                ids += num_experts - 1 - ids.max()
+                ids = make_largest_ids(num_tokens, num_experts)
                 run_layers(recorder, ids)
                 slots = make_slots(MAX_NUM_TOKENS)
                 slots[0] = -1
