@@ -3,7 +3,7 @@
 """Real scheduler, KV-cache manager and block pool, driven by a worker without a model.
 
 The worker does what a model runner does with a step, token ids and block tables included,
-and keeps a KV cache of rows. A row says which token it is of, at which position, in which
+and keeps a KV cache of rows: each step must find there what its requests have computed. A row says which token it is of, at which position, in which
 layer and in which step, so that neither a shift, nor a neighbour, nor another pass can hide.
 What the KV cache held when a token was sampled is what led to it: of the tokens that reach
 the caller, the first that depends on a row says of which pass the row must be.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from vllm.config import (
     CacheConfig,
@@ -29,7 +30,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.engine.answered_aborts import abort_and_answer
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts import RoutedExpertsInfo, StepRoutedExperts
@@ -62,21 +69,25 @@ class Runner:
     """Stands in for a worker: takes a step, answers with tokens and rows.
 
     Args:
-        group: KV-cache group whose slots the rows go to.
+        windows: Tokens that attention looks back to, by KV-cache group.
+        group: Group whose slots the rows go to.
         sample: What the model samples after a list of tokens.
         num_accepted: Drafts of a request that are right in a step, by (request id, step).
     """
 
+    windows: list[int]
     group: int = 0
     sample: Callable[[Sequence[int]], int] = next_token
     num_accepted: Callable[[str, int], int] = lambda request_id, step: 0
     loses: Callable[[str, int, int], bool] = lambda request_id, position, step: False
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    blocks: dict[str, list[int]] = field(default_factory=dict)
-    num_prompt: dict[str, int] = field(default_factory=dict)
-    # Rows that the KV cache holds, by slot.
-    kv_cache: dict[int, np.ndarray] = field(default_factory=dict)
+    # Blocks of each request by group.
+    block_tables: dict[str, list[list[int]]] = field(default_factory=dict)
+    # First token and number of tokens of each pass of a request.
+    passes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    # Rows that the KV cache holds, by group and slot.
+    kv_cache: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     # Rows, from token 0, that led to what the last step sampled, by request.
     led_to: dict[str, list[np.ndarray]] = field(default_factory=dict)
     step: int = 0
@@ -100,13 +111,12 @@ class Runner:
             )
         # Only now: a hit may be on blocks that this very step has filled.
         self.led_to = {
-            request_id: [
-                self.kv_cache[self._slot(request_id, position)]
-                for position in range(len(self.tokens[request_id]) - 1)
-            ]
+            request_id: self._cached_rows(request_id)
             for request_id, token_ids in zip(request_ids, sampled, strict=True)
             if token_ids
         }
+        for request_id in request_ids:
+            self._check_hits(request_id, starts[request_id])
         output = ModelRunnerOutput(
             req_ids=request_ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
@@ -122,18 +132,17 @@ class Runner:
         for new in scheduled.scheduled_new_reqs:
             tokens = new.prefill_token_ids or new.prompt_token_ids
             self.tokens[new.req_id] = list(tokens)
-            self.blocks[new.req_id] = list(new.block_ids[self.group])
-            self.num_prompt.setdefault(new.req_id, len(new.prompt_token_ids))
+            self.block_tables[new.req_id] = [list(blocks) for blocks in new.block_ids]
         cached = scheduled.scheduled_cached_reqs
         for request_id, new_blocks in zip(
             cached.req_ids, cached.new_block_ids, strict=True
         ):
             if request_id in cached.all_token_ids:
                 self.tokens[request_id] = list(cached.all_token_ids[request_id])
-            if request_id in cached.resumed_req_ids:
-                self.blocks[request_id] = []
-            if new_blocks is not None:
-                self.blocks[request_id] += new_blocks[self.group]
+            tables = self.block_tables[request_id]
+            for group, blocks in enumerate(new_blocks or ()):
+                is_resumed = request_id in cached.resumed_req_ids
+                tables[group] = [*(() if is_resumed else tables[group]), *blocks]
 
     def _starts(self, scheduled: SchedulerOutput) -> dict[str, int]:
         cached = scheduled.scheduled_cached_reqs
@@ -160,20 +169,40 @@ class Runner:
             sampled = [self.sample(tokens)]
             while len(sampled) <= num_right:
                 sampled.append(self.sample(tokens + sampled))
+        self.passes.setdefault(request_id, []).append((start, num_tokens))
         inputs = tokens + sampled[:num_right] + [REJECTED] * (num_drafts - num_right)
         for position in range(start, start + num_tokens):
-            slot = self._slot(request_id, position)
-            self.kv_cache[slot] = row(inputs[position], position, self.step)
+            one = row(inputs[position], position, self.step)
+            for group in range(len(self.block_tables[request_id])):
+                self.kv_cache[group, self._slot(request_id, position, group)] = one
+            slot = self._slot(request_id, position, self.group)
             if self.loses(request_id, position, self.step):
                 slot = -1
             slots.append(slot)
-            rows.append(row(inputs[position], position, self.step))
+            rows.append(one)
         tokens += sampled
         return sampled
 
-    def _slot(self, request_id: str, position: int) -> int:
-        block = self.blocks[request_id][position // BLOCK_SIZE]
+    def _cached_rows(self, request_id: str) -> list[np.ndarray]:
+        return [
+            self.kv_cache[self.group, self._slot(request_id, position, self.group)]
+            for position in range(len(self.tokens[request_id]) - 1)
+        ]
+
+    def _check_hits(self, request_id: str, stop: int) -> None:
+        for group, window in enumerate(self.windows):
+            for position in range(max(0, stop + 1 - window), stop):
+                found = self.kv_cache[group, self._slot(request_id, position, group)]
+                expected = [self.tokens[request_id][position], position]
+                assert found[0, :2].tolist() == expected, f"{request_id}: not filled"
+
+    def _slot(self, request_id: str, position: int, group: int) -> int:
+        block = self.block_tables[request_id][group][position // BLOCK_SIZE]
         return block * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def blocks(self, request_id: str) -> set[int]:
+        """Blocks that a request has had since it last began."""
+        return set(self.block_tables[request_id][self.group])
 
 
 @dataclass
@@ -182,7 +211,7 @@ class Answer:
 
     prompt: list[int]
     token_ids: list[int] = field(default_factory=list)
-    deltas: list[np.ndarray | None] = field(default_factory=list)
+    rows: np.ndarray | None = None
     finish_reason: str | None = None
     error: str | None = None
     # Rows of the passes that led to `token_ids`, of all tokens but the last.
@@ -192,16 +221,10 @@ class Answer:
         self.token_ids += output.new_token_ids
         stop = len(self.prompt) + len(self.token_ids) - 1
         self.true_rows += led_to[len(self.true_rows) : stop]
-        self.deltas.append(output.routed_experts)
-        self.error = output.error
+        assert self.finish_reason is None, "an output after the last one"
+        self.rows, self.error = output.routed_experts, output.error
         if output.finish_reason is not None:
-            assert self.finish_reason is None, "finished twice"
             self.finish_reason = str(output.finish_reason)
-
-    @property
-    def rows(self) -> np.ndarray | None:
-        deltas = [delta for delta in self.deltas if delta is not None]
-        return np.concatenate(deltas) if deltas else None
 
 
 class Engine:
@@ -233,6 +256,10 @@ class Engine:
     @property
     def table(self):
         return self.scheduler.routed_experts_manager.table
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def add(
         self, request_id: str, prompt: list[int], *, priority: int = 0, **params
@@ -302,8 +329,18 @@ class Engine:
         while self.in_flight:
             self.collect()
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, *request_ids: str) -> None:
+        """Abort requests of clients that have gone."""
         self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def abort_and_answer(self, *request_ids: str) -> None:
+        """Abort requests, all by default, and take the answers."""
+        for outputs in abort_and_answer(
+            self.scheduler, list(request_ids) or None
+        ).values():
+            assert outputs.finished_requests == {o.request_id for o in outputs.outputs}
+            for one in outputs.outputs:
+                self.answers[one.request_id].add(one, [])
 
     def reset(self) -> None:
         """Reset the prefix cache, as a change of weights does."""
@@ -312,9 +349,8 @@ class Engine:
     def assert_nothing_is_kept(self) -> None:
         """No request is left, and nothing of one beside the table."""
         manager = self.scheduler.routed_experts_manager
-        assert (manager._saved, manager._in_flight, manager._num_sent) == ({}, {}, {})
-        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        assert free == self.table.num_blocks - 1
+        assert (manager._saved, manager._in_flight) == ({}, {})
+        assert self.num_free_blocks == self.table.num_blocks - 1
 
     def num_preemptions(self, request_id: str) -> int:
         return sum(request_id in (s.preempted_req_ids or ()) for s in self.steps)
@@ -323,6 +359,13 @@ class Engine:
         """Rows [start, S - 1), each of the pass that led to the caller's tokens."""
         rows = self.answers[request_id].true_rows[start:]
         return np.array(rows, dtype=INFO.dtype).reshape(-1, NUM_LAYERS, TOP_K)
+
+    def assert_tokens(self, request_id: str) -> None:
+        """The answer is complete and has no token but what the model samples."""
+        answer = self.answers[request_id]
+        assert answer.finish_reason == "length"
+        for i, token_id in enumerate(answer.token_ids):
+            assert token_id == next_token(answer.prompt + answer.token_ids[:i])
 
     def assert_rows(self, request_id: str, start: int = 0) -> None:
         """The answer has one row for each token but the last, each of the right pass."""
@@ -337,9 +380,22 @@ class Engine:
         np.testing.assert_array_equal(rows, self.expected(request_id, start))
 
 
+ATTENTION = {
+    "block_size": BLOCK_SIZE,
+    "num_kv_heads": 1,
+    "head_size": 1,
+    "dtype": torch.float32,
+}
+FULL = KVCacheGroupSpec(["full"], FullAttentionSpec(**ATTENTION))
+SLIDING = KVCacheGroupSpec(
+    ["sliding"], SlidingWindowSpec(sliding_window=4 * BLOCK_SIZE, **ATTENTION)
+)
+
+
 def make_engine(
     model: str,
-    kv_cache_config: KVCacheConfig,
+    num_blocks: int,
+    groups: Sequence[KVCacheGroupSpec] = (FULL,),
     *,
     is_async: bool = False,
     num_drafts: int = 0,
@@ -348,8 +404,21 @@ def make_engine(
     max_num_batched_tokens: int = 64,
     policy: str = "fcfs",
     log_stats: bool = True,
+    returns_rows: bool = True,
+    **scheduler_options,
 ) -> Engine:
-    """Build an engine around the real scheduler for the model in directory `model`."""
+    """Build an engine around the real scheduler.
+
+    Args:
+        model: Directory of a model's config.
+        num_blocks: Blocks for requests.
+        groups: KV-cache groups that share them.
+        group: The one whose slots the rows go by.
+        returns_rows: Whether routed experts are on.
+        scheduler_options: More of `SchedulerConfig`.
+    """
+    # One more: the pool keeps a null block for itself.
+    kv_cache_config = KVCacheConfig(num_blocks + 1, [], list(groups))
     model_config = ModelConfig(
         model=model,
         skip_tokenizer_init=True,
@@ -366,6 +435,7 @@ def make_engine(
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             policy=policy,
+            **scheduler_options,
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
     )
@@ -381,7 +451,9 @@ def make_engine(
     if num_drafts:
         scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = num_drafts
         scheduler._spec_token_placeholders = [-1] * num_drafts
-    scheduler.init_routed_experts(INFO)
+    if returns_rows:
+        scheduler.init_routed_experts(INFO)
+    windows = [group.kv_cache_spec.sliding_window or MAX_MODEL_LEN for group in groups]
     return Engine(
-        scheduler, Runner(group=group), num_drafts, depth or (2 if is_async else 1)
+        scheduler, Runner(windows, group), num_drafts, depth or (2 if is_async else 1)
     )

@@ -2,52 +2,38 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The life of a request in vLLM's own scheduler and KV-cache manager, without a model.
 
-`Engine.assert_rows` compares an answer with what the worker remembers of each token's first
-pass. Every test also shows that what its name says has happened: a hit, a preemption, a
-rejected draft, a block with a new owner.
+`Engine.assert_rows` compares an answer with the rows that led to its tokens. Every test also
+shows that what its name says has happened: a hit, a preemption, a rejected draft, a block
+with a new owner.
 """
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
-import torch
 
-from scheduling import BLOCK_SIZE, EOS, INFO, REJECTED, Engine, make_engine, next_token
-from vllm.v1.core.routed_experts_manager import (
-    MissingRoutedExpertsError,
-    RoutedExpertsTable,
+from scheduling import (
+    BLOCK_SIZE,
+    EOS,
+    FULL,
+    REJECTED,
+    SLIDING,
+    Engine,
+    make_engine,
+    next_token,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-)
 
 MakeEngine = Callable[..., Engine]
-ATTENTION = {
-    "block_size": BLOCK_SIZE,
-    "num_kv_heads": 1,
-    "head_size": 1,
-    "dtype": torch.float32,
-}
 PROMPT = list(range(10, 21))
 
 
 @pytest.fixture
 def make(model: str) -> MakeEngine:
-    """Build an engine with `num_blocks` blocks for requests."""
-
-    def make_full_attention_engine(num_blocks: int, **kwargs) -> Engine:
-        spec = FullAttentionSpec(**ATTENTION)
-        groups = [KVCacheGroupSpec(["full"], spec)]
-        # One more: the pool keeps a null block for itself.
-        return make_engine(model, KVCacheConfig(num_blocks + 1, [], groups), **kwargs)
-
-    return make_full_attention_engine
+    """Build an engine with so many blocks for requests."""
+    return partial(make_engine, model)
 
 
 def num_hits(engine: Engine, request_id: str) -> int:
@@ -116,22 +102,35 @@ def test_every_way_to_finish_in_the_engine_returns_rows(
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 10, 11])
-def test_prompt_rows_before_the_start_are_left_out(make: MakeEngine, start: int):
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_prompt_rows_before_the_start_are_left_out(
+    make: MakeEngine, start: int, max_tokens: int
+):
     engine = make(32)
-    engine.add("a", PROMPT, max_tokens=3, routed_experts_prompt_start=start)
+    engine.add("a", PROMPT, max_tokens=max_tokens, routed_experts_prompt_start=start)
     engine.run()
-    assert len(engine.answers["a"].rows) == 11 + 3 - 1 - start
+    assert engine.answers["a"].rows.shape == (11 + max_tokens - 1 - start, 3, 4)
     engine.assert_rows("a", start)
 
 
-def test_start_at_the_end_of_the_prompt_and_one_token_is_an_empty_array(
-    make: MakeEngine,
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_request_with_a_stop_string_gets_its_rows_once_when_it_ends(
+    make: MakeEngine, is_async: bool
 ):
-    engine = make(32)
-    engine.add("a", PROMPT, max_tokens=1, routed_experts_prompt_start=11)
-    engine.run()
-    assert engine.answers["a"].rows.shape == (0, 3, 4)
-    assert engine.answers["a"].rows.dtype == np.int16
+    # A stop string ends it in the front end, which then asks for the rows.
+    engine = make(14, is_async=is_async)
+    for i in range(4):
+        engine.add(f"r{i}", [40 + i] * 9, max_tokens=20, stop=["never"])
+    for _ in range(30):
+        engine.step()
+        assert all(
+            a.rows is None for a in engine.answers.values() if not a.finish_reason
+        )
+    stopped = [r for r, a in engine.answers.items() if not a.finish_reason]
+    assert any(engine.num_preemptions(request_id) for request_id in stopped)
+    engine.abort_and_answer(*stopped)
+    for request_id in engine.answers:
+        engine.assert_rows(request_id)
 
 
 def test_a_request_that_wants_no_rows_gets_none_and_its_neighbour_does(
@@ -384,8 +383,8 @@ def test_the_blocks_lost_in_flight_hold_their_new_owner_s_rows(make: MakeEngine)
     engine.add("grows", [1] * 9, max_tokens=20)
     engine.add("victim", [2] * 9, max_tokens=8)
     preempt_in_flight(engine, "victim")
-    victim_blocks = set(engine.runner.blocks["victim"])
-    assert victim_blocks & set(engine.runner.blocks["grows"])
+    victim_blocks = engine.runner.blocks("victim")
+    assert victim_blocks & engine.runner.blocks("grows")
     engine.run()
     engine.assert_rows("grows")
 
@@ -416,10 +415,10 @@ def test_rows_of_a_hit_that_the_lost_step_itself_filled_are_those_of_the_first_p
     engine.add("hits", [*PROMPT[:8], 900], max_tokens=max_tokens)
     engine.step()
     assert num_hits(engine, "hits") == 8
-    lost = set(engine.runner.blocks["fills"])
+    lost = engine.runner.blocks("fills")
     engine.step()
     assert {"fills", "hits"} <= engine.steps[-1].preempted_req_ids
-    assert lost <= {b for i in range(6) for b in engine.runner.blocks[f"r{i}"]}
+    assert lost <= set().union(*(engine.runner.blocks(f"r{i}") for i in range(6)))
     engine.run()
     engine.assert_rows("fills")
     engine.assert_rows("hits")
@@ -444,7 +443,7 @@ def test_a_block_got_in_the_schedule_that_preempts_brings_no_row_of_its_former_o
     engine.collect()
     # All 14 blocks are taken. "gone" goes while step 2 is in flight, and "victim" gets its
     # two blocks for a last chunk in step 3, whose schedule gives them to "urgent".
-    engine.abort(["gone"])
+    engine.abort("gone")
     got: list[int] = []
     preempt_request = engine.scheduler._preempt_request
 
@@ -456,7 +455,7 @@ def test_a_block_got_in_the_schedule_that_preempts_brings_no_row_of_its_former_o
     engine.scheduler._preempt_request = spy
     engine.launch()
     assert engine.steps[-1].preempted_req_ids == {"victim"}
-    assert len(got) == 10 and set(got[8:]) == set(engine.runner.blocks["gone"])
+    assert len(got) == 10 and set(got[8:]) == engine.runner.blocks("gone")
     engine.run()
     engine.assert_rows("victim")
     engine.assert_rows("urgent")
@@ -464,11 +463,7 @@ def test_a_block_got_in_the_schedule_that_preempts_brings_no_row_of_its_former_o
 
 def test_nothing_is_kept_beside_the_table_once_requests_are_done(make: MakeEngine):
     engine = make(14, is_async=True)
-    for i in range(4):
-        engine.add(
-            f"r{i}", [40 + i] * 9, max_tokens=20, stop=["never"] if i % 2 else None
-        )
-    engine.run()
+    run_under_pressure(engine)
     assert any(engine.num_preemptions(f"r{i}") for i in range(4))
     engine.assert_nothing_is_kept()
 
@@ -577,10 +572,10 @@ def test_rows_that_come_after_their_request_was_aborted_do_not_reach_the_next_ow
     engine = make(3, is_async=True)
     engine.add("gone", [1] * 9, max_tokens=8)
     engine.launch()
-    engine.abort(["gone"])
+    engine.abort("gone")
     engine.add("next", [2] * 9, max_tokens=2)
     engine.launch()
-    assert set(engine.runner.blocks["next"]) & set(engine.runner.blocks["gone"])
+    assert engine.runner.blocks("next") & engine.runner.blocks("gone")
     engine.run()
     assert engine.answers["gone"].rows is None
     engine.assert_rows("next")
@@ -691,39 +686,37 @@ def test_a_forced_reset_with_drafts_in_flight_returns_rows_of_the_tokens_returne
 # Aborts that are answered.
 
 
-def take_rows_of(
-    engine: Engine, *request_ids: str
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    scheduler = engine.scheduler
-    requests = [scheduler.requests[request_id] for request_id in request_ids]
-    return scheduler.routed_experts_manager.take_rows_of(requests)
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_steps", [2, 3, 6])
+@pytest.mark.parametrize("stop", [None, ["never"]])
 def test_an_aborted_request_has_rows_for_the_tokens_it_has_returned(
-    make: MakeEngine, is_async: bool, num_steps: int
+    make: MakeEngine, is_async: bool, num_steps: int, stop: list[str] | None
 ):
     engine = make(32, is_async=is_async)
-    engine.add("a", PROMPT, max_tokens=50)
+    engine.add("a", PROMPT, max_tokens=50, stop=stop)
     for _ in range(num_steps):
         engine.step()
-    rows = take_rows_of(engine, "a")[0]["a"]
-    engine.abort(["a"])
-    num_tokens = len(engine.answers["a"].token_ids)
-    assert num_tokens == num_steps - is_async
-    assert len(rows) == 11 + num_tokens - 1
-    np.testing.assert_array_equal(rows, engine.expected("a"))
+    engine.abort_and_answer("a")
+    assert engine.answers["a"].finish_reason == "abort"
+    assert len(engine.answers["a"].token_ids) == num_steps - is_async
+    engine.assert_rows("a")
+    # A step in flight comes back for nobody.
     engine.run()
 
 
-def test_a_request_aborted_before_its_first_token_has_no_rows(make: MakeEngine):
+def test_a_request_aborted_before_its_first_token_or_without_rows_has_none(
+    make: MakeEngine,
+):
     engine = make(32, is_async=True, max_num_batched_tokens=16)
+    engine.add("without", PROMPT, max_tokens=50, return_routed_experts=False)
     engine.add("a", list(range(10, 55)), max_tokens=50)
     engine.add("waiting", PROMPT)
-    engine.step()
-    engine.step()
-    assert take_rows_of(engine, "a", "waiting") == ({}, {})
+    for _ in range(3):
+        engine.step()
+    assert [len(a.token_ids) for a in engine.answers.values()] == [2, 0, 0]
+    engine.abort_and_answer()
+    for answer in engine.answers.values():
+        assert (answer.rows, answer.error) == (None, None)
 
 
 def test_a_request_aborted_while_it_is_preempted_has_its_rows(make: MakeEngine):
@@ -733,75 +726,8 @@ def test_a_request_aborted_while_it_is_preempted_has_its_rows(make: MakeEngine):
     preempt_in_flight(engine, "victim")
     engine.collect()
     assert engine.scheduler.requests["victim"].num_computed_tokens == 0
-    rows = take_rows_of(engine, "victim")[0]["victim"]
-    assert len(rows) == 9 + len(engine.answers["victim"].token_ids) - 1
-    np.testing.assert_array_equal(rows, engine.expected("victim"))
-
-
-def test_an_aborted_request_with_a_stop_string_has_the_rows_not_sent_yet(
-    make: MakeEngine,
-):
-    engine = make(32, is_async=True)
-    engine.add("a", PROMPT, max_tokens=50, stop=["never"])
-    for _ in range(5):
-        engine.step()
-    rows = take_rows_of(engine, "a")[0]["a"]
-    assert rows.shape == (0, 3, 4)
-    engine.assert_rows("a")
-
-
-def test_an_aborted_request_that_wants_no_rows_has_none(make: MakeEngine):
-    engine = make(32)
-    engine.add("a", PROMPT, max_tokens=50, return_routed_experts=False)
-    engine.step()
-    engine.step()
-    assert take_rows_of(engine, "a") == ({}, {})
-
-
-# Stop strings: the front end may end the request, so it gets rows as they come.
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("start", [0, 6, 11])
-def test_deltas_of_a_request_with_a_stop_string_add_up_to_its_rows(
-    make: MakeEngine, is_async: bool, start: int
-):
-    engine = make(32, is_async=is_async)
-    params = {"stop": ["never"], "routed_experts_prompt_start": start}
-    engine.add("a", PROMPT, max_tokens=6, **params)
-    engine.run()
-    assert [len(delta) for delta in engine.answers["a"].deltas] == [
-        11 - start,
-        1,
-        1,
-        1,
-        1,
-        1,
-    ]
-    engine.assert_rows("a", start)
-
-
-def test_after_each_delta_there_is_a_row_for_each_token_but_the_last(make: MakeEngine):
-    engine = make(32, num_drafts=3)
-    engine.runner.num_accepted = lambda request_id, step: step % 4
-    engine.add("a", PROMPT, max_tokens=20, stop=["never"])
-    answer = engine.answers["a"]
-    while engine.scheduler.has_unfinished_requests():
-        engine.step()
-        assert len(answer.rows) == 11 + len(answer.token_ids) - 1
-    assert max(len(delta) for delta in answer.deltas[1:]) > 1
-    engine.assert_rows("a")
-
-
-def test_deltas_across_a_preemption_repeat_and_lose_nothing(make: MakeEngine):
-    engine = make(14, is_async=True)
-    for i in range(4):
-        engine.add(f"r{i}", [40 + i] * 9, max_tokens=20, stop=["never"])
-    engine.run()
-    assert any(engine.num_preemptions(f"r{i}") for i in range(4))
-    for i in range(4):
-        assert len(engine.answers[f"r{i}"].deltas) == 20
-        engine.assert_rows(f"r{i}")
+    engine.abort_and_answer("victim")
+    engine.assert_rows("victim")
 
 
 # A row that is missing.
@@ -824,21 +750,6 @@ def test_a_missing_row_fails_its_request_alone_and_says_which_row(make: MakeEngi
     assert answer.rows is None
     assert not engine.scheduler.requests
     engine.assert_rows("b")
-
-
-def test_a_missing_row_ends_a_request_with_a_stop_string_at_once(make: MakeEngine):
-    engine = make(32, is_async=True)
-    engine.runner.loses = lambda request_id, position, step: position == 12
-    engine.add("a", PROMPT, max_tokens=30, stop=["never"])
-    engine.run()
-    answer = engine.answers["a"]
-    assert answer.finish_reason == "error"
-    assert answer.error == (
-        "request a: expected routed experts of tokens [12, 13), token 12 has none "
-        "(prompt 11, generated 3)"
-    )
-    assert not engine.scheduler.requests
-    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 32
 
 
 def test_a_hit_on_a_block_with_a_missing_row_fails_rather_than_returns_it(
@@ -876,19 +787,21 @@ def test_a_missing_row_of_an_aborted_request_is_reported_beside_the_others_rows(
     make: MakeEngine,
 ):
     engine = make(32)
+    # That of the last token, which was never forwarded, is not missed.
     engine.runner.loses = lambda request_id, position, step: (
-        (request_id, position) == ("a", 9)
+        (request_id, position) in [("a", 9), ("b", 12)]
     )
     engine.add("a", PROMPT, max_tokens=9)
     engine.add("b", PROMPT[1:], max_tokens=9)
-    engine.step()
-    engine.step()
-    rows, errors = take_rows_of(engine, "a", "b")
-    np.testing.assert_array_equal(rows["b"], engine.expected("b"))
-    assert errors == {
-        "a": "request a: expected routed experts of tokens [0, 12), token 9 has none "
-        "(prompt 11, generated 2)"
-    }
+    for _ in range(3):
+        engine.step()
+    engine.abort_and_answer("a", "b", "unknown")
+    engine.assert_rows("b")
+    assert engine.answers["a"].rows is None
+    assert engine.answers["a"].error == (
+        "request a: expected routed experts of tokens [0, 13), token 9 has none "
+        "(prompt 11, generated 3)"
+    )
 
 
 # Metrics.
@@ -935,13 +848,10 @@ def test_stats_reach_the_scheduler_s_stats(make: MakeEngine):
 # Which slots.
 
 
-def test_rows_of_a_hybrid_model_go_by_the_slots_of_its_full_attention_group(model: str):
-    sliding = SlidingWindowSpec(sliding_window=4, **ATTENTION)
-    groups = [
-        KVCacheGroupSpec(["sliding"], sliding),
-        KVCacheGroupSpec(["full"], FullAttentionSpec(**ATTENTION)),
-    ]
-    engine = make_engine(model, KVCacheConfig(41, [], groups), group=1)
+def test_rows_of_a_hybrid_model_go_by_the_slots_of_its_full_attention_group(
+    make: MakeEngine,
+):
+    engine = make(40, [SLIDING, FULL], group=1)
     for i in range(6):
         engine.add(f"r{i}", [*range(10, 30), 40 + i], max_tokens=10)
     engine.run()
@@ -951,28 +861,25 @@ def test_rows_of_a_hybrid_model_go_by_the_slots_of_its_full_attention_group(mode
         engine.assert_rows(f"r{i}")
 
 
-def test_a_model_without_full_attention_is_refused(model: str):
-    groups = [KVCacheGroupSpec(["a"], SlidingWindowSpec(sliding_window=4, **ATTENTION))]
+def test_a_model_without_full_attention_is_refused(make: MakeEngine):
     message = (
         "--enable-return-routed-experts: expected a KV-cache group of full attention, "
         "found SlidingWindowSpec"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        make_engine(model, KVCacheConfig(9, [], groups))
+        make(8, [SLIDING])
 
 
 def test_without_the_flag_the_scheduler_keeps_nothing(make: MakeEngine):
-    engine = make(32)
-    engine.scheduler.routed_experts_manager = None
-    engine.scheduler.kv_cache_manager.block_pool.on_new_blocks = None
+    engine = make(32, returns_rows=False)
     engine.add("a", PROMPT, max_tokens=2, stop=["never"])
     engine.run()
-    assert engine.answers["a"].finish_reason == "length"
-    assert engine.answers["a"].rows is None
+    engine.add("b", PROMPT, max_tokens=9)
+    engine.step()
+    engine.abort_and_answer()
+    assert [str(a.finish_reason) for a in engine.answers.values()] == [
+        "length",
+        "abort",
+    ]
+    assert all(answer.rows is None for answer in engine.answers.values())
     assert all(step.routed_experts_step == 0 for step in engine.steps)
-
-
-def test_the_table_raises_what_the_scheduler_catches():
-    table = RoutedExpertsTable(INFO, num_blocks=2, block_size=BLOCK_SIZE)
-    with pytest.raises(MissingRoutedExpertsError):
-        table.read([1], 0, 1)

@@ -1,168 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Requests that the server ends early and still answers carry routed experts."""
+"""Requests that the engine does not end by itself are still answered with their rows.
+
+The server aborts them, or a stop string ends them in the front end, which asks for the rows.
+"""
 
 import asyncio
-import json
 import queue
-from collections import deque
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
+from scheduling import Engine, make_engine
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
 )
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
-from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.core_client import (
+    AsyncMPClient,
+    DPLBAsyncMPClient,
+    InprocClient,
+    SyncMPClient,
+)
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-)
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
-from vllm.v1.routed_experts import RoutedExpertsInfo, StepRoutedExperts
-from vllm.v1.structured_output import StructuredOutputManager
 
-BLOCK_SIZE = 4
-MAX_MODEL_LEN = 128
 PROMPT = list(range(10, 21))
-INFO = RoutedExpertsInfo(num_layers=2, moe_layers=[0, 1], num_experts=30000, top_k=2)
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-
-
-def make_rows(name: str, stop: int) -> np.ndarray:
-    """Rows [0, stop) of a request: no two ids of one column are equal."""
-    position = np.arange(stop)[:, None, None]
-    cell = 500 * np.arange(4).reshape(INFO.row_shape)
-    return (2000 * "abcd".index(name) + cell + position).astype(INFO.dtype)
-
-
-class Engine:
-    """A scheduler that runs one step ahead, and a worker without a model.
-
-    Args:
-        lost: Positions of request "a" whose rows never arrive.
-    """
-
-    def __init__(self, model: str, lost: tuple[int, ...] = ()) -> None:
-        self.lost = lost
-        self.tokens: dict[str, list[int]] = {}
-        self.outputs: dict[str, EngineCoreOutput] = {}
-        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        vllm_config = VllmConfig(
-            model_config=ModelConfig(
-                model=model,
-                skip_tokenizer_init=True,
-                dtype="float32",
-                max_model_len=MAX_MODEL_LEN,
-            ),
-            device_config=DeviceConfig("cpu"),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=16,
-                max_num_batched_tokens=64,
-                max_model_len=MAX_MODEL_LEN,
-                enable_chunked_prefill=True,
-                is_encoder_decoder=False,
-            ),
-            cache_config=CacheConfig(
-                block_size=BLOCK_SIZE, enable_prefix_caching=False
-            ),
-        )
-        vllm_config.cache_config.num_gpu_blocks = 65
-        self.scheduler = AsyncScheduler(
-            vllm_config=vllm_config,
-            kv_cache_config=KVCacheConfig(65, [], [KVCacheGroupSpec(["full"], spec)]),
-            structured_output_manager=StructuredOutputManager(vllm_config),
-            block_size=BLOCK_SIZE,
-        )
-        self.scheduler.init_routed_experts(INFO)
-
-    def add(self, name: str, **params) -> None:
-        sampling_params = SamplingParams(max_tokens=9, **params)
-        sampling_params.update_from_generation_config({}, eos_token_id=5)
-        self.tokens[name] = []
-        prompt = PROMPT["abcd".index(name) :]
-        self.scheduler.add_request(Request(name, prompt, sampling_params, None))
-
-    def step(self) -> None:
-        if self.scheduler.has_requests():
-            scheduled = self.scheduler.schedule()
-            self.in_flight.append((scheduled, self._execute(scheduled)))
-        if len(self.in_flight) > 1 or not self.scheduler.has_requests():
-            self.collect()
-
-    def collect(self) -> None:
-        for outputs in self.scheduler.update_from_output(
-            *self.in_flight.popleft()
-        ).values():
-            for output in outputs.outputs:
-                self.tokens[output.request_id] += output.new_token_ids
-                self.outputs[output.request_id] = output
-
-    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        slots, rows, sampled = [], [], []
-        for name, num_tokens in scheduled.num_scheduled_tokens.items():
-            stop = self.scheduler.requests[name].num_computed_tokens
-            blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
-            for position in range(stop - num_tokens, stop):
-                slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE
-                is_lost = name == "a" and position in self.lost
-                slots.append(-1 if is_lost else slot + position % BLOCK_SIZE)
-            rows.append(make_rows(name, stop)[stop - num_tokens :])
-            sampled.append([100 + stop])
-        output = ModelRunnerOutput(
-            req_ids=list(scheduled.num_scheduled_tokens),
-            req_id_to_index={
-                name: i for i, name in enumerate(scheduled.num_scheduled_tokens)
-            },
-            sampled_token_ids=sampled,
-        )
-        if rows:
-            output.routed_experts = StepRoutedExperts(
-                np.array(slots, dtype=np.int64), np.concatenate(rows)
-            )
-        return output
-
-    def expected(self, name: str) -> np.ndarray:
-        """Rows of all tokens that a client holds but the last."""
-        num_prompt_tokens = len(PROMPT) - "abcd".index(name)
-        return make_rows(name, num_prompt_tokens + len(self.tokens[name]) - 1)
 
 
 class Core(EngineCoreProc):
     """An engine core of a scheduler and an output queue, without a process."""
 
     def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.scheduler = engine.scheduler
         self.output_queue = queue.Queue()
         self.vllm_config = SimpleNamespace(shutdown_timeout=0)
+        self.shutdown_state = EngineShutdownState.REQUESTED
 
     def has_work(self) -> bool:
         return False
@@ -170,124 +51,129 @@ class Core(EngineCoreProc):
     def _reset_caches(self, *args, **kwargs) -> None:
         pass
 
-    def answers(self) -> dict[str, EngineCoreOutput]:
-        """Everything that was sent, by request; nobody is answered twice."""
-        answers: dict[str, EngineCoreOutput] = {}
+    def take_answers(self) -> None:
+        """Hand out what was sent, to requests that have not been answered yet."""
         while not self.output_queue.empty():
             _, outputs = self.output_queue.get()
             for output in outputs.outputs:
                 assert output.request_id in outputs.finished_requests
-                assert output.request_id not in answers
-                answers[output.request_id] = output
-        return answers
+                self.engine.answers[output.request_id].add(output, [])
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return str(tmp_path)
-
-
-def make_engine(model: str, lost: tuple[int, ...] = ()) -> Engine:
+def engine(model: str) -> Engine:
     """Three requests that have three tokens each, and one that waits."""
-    engine = Engine(model, lost)
-    engine.add("a")
-    engine.add("b", stop=["never"], detokenize=True)
-    engine.add("c", return_routed_experts=False)
+    engine = make_engine(model, 64, is_async=True)
+    engine.add("a", PROMPT)
+    engine.add("b", PROMPT[1:], stop=["never"])
+    engine.add("c", PROMPT[2:], return_routed_experts=False)
     for _ in range(4):
         engine.step()
-    engine.add("d")
-    assert [len(engine.tokens[name]) for name in "abcd"] == [3, 3, 3, 0]
+    engine.add("d", PROMPT[3:])
     return engine
 
 
-def assert_all_answered(engine: Engine, core: Core) -> None:
-    answers = core.answers()
-    assert set(answers) == set("abcd")
-    for output in answers.values():
-        assert output.finish_reason == FinishReason.ABORT
-        assert output.new_token_ids == []
-        assert output.error is None
-    np.testing.assert_array_equal(answers["a"].routed_experts, engine.expected("a"))
-    # The front end, which looks for stop strings, has had the rows of "b".
-    assert len(answers["b"].routed_experts) == 0
-    assert answers["c"].routed_experts is None
-    assert answers["d"].routed_experts is None
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda core: core.abort_and_answer(),
+        lambda core: core.pause_scheduler("abort"),
+        lambda core: core._handle_shutdown(),
+        lambda core: core._handle_client_request(
+            EngineCoreRequestType.ABORT_AND_ANSWER, list("dcba")
+        ),
+    ],
+    ids=["all", "pause", "shutdown", "by id"],
+)
+def test_requests_that_the_engine_ends_early_are_answered_with_rows(
+    engine: Engine, end: Callable[[Core], None]
+):
+    core = Core(engine)
+    end(core)
+    core.take_answers()
+    assert [len(a.token_ids) for a in engine.answers.values()] == [3, 3, 3, 0]
+    assert {a.finish_reason for a in engine.answers.values()} == {"abort"}
     assert not engine.scheduler.requests
-
-
-def test_abort_of_all_answers_all_with_the_rows_that_are_still_to_come(model: str):
-    engine = make_engine(model)
-    core = Core(engine)
-    core.abort_and_answer()
-    assert_all_answered(engine, core)
+    for request_id in "ab":
+        engine.assert_rows(request_id)
+    for request_id in "cd":
+        assert engine.answers[request_id].rows is None
+        assert engine.answers[request_id].error is None
     # The step in flight comes back for nobody.
-    engine.collect()
-    assert [len(engine.tokens[name]) for name in "abcd"] == [3, 3, 3, 0]
+    engine.drain()
 
 
-def test_paused_engine_that_aborts_answers_with_rows(model: str):
-    engine = make_engine(model)
-    core = Core(engine)
-    assert core.pause_scheduler("abort") is None
-    assert_all_answered(engine, core)
-
-
-def test_engine_that_shuts_down_answers_with_rows(model: str):
-    engine = make_engine(model)
-    core = Core(engine)
-    core.shutdown_state = EngineShutdownState.REQUESTED
-    core._handle_shutdown()
-    assert_all_answered(engine, core)
-
-
-def test_abort_of_some_leaves_the_others_alone(model: str):
-    engine = make_engine(model)
+def test_abort_of_some_leaves_the_others_alone(engine: Engine):
     core = Core(engine)
     core.abort_and_answer(["a", "unknown"])
-    assert set(core.answers()) == {"a"}
+    core.take_answers()
     assert set(engine.scheduler.requests) == set("bcd")
-    while engine.scheduler.has_unfinished_requests():
-        engine.step()
-    np.testing.assert_array_equal(
-        engine.outputs["d"].routed_experts, engine.expected("d")
+    engine.run()
+    assert [len(a.token_ids) for a in engine.answers.values()] == [3, 8, 8, 8]
+    for request_id in "abd":
+        engine.assert_rows(request_id)
+
+
+# From the front end to the engine.
+
+
+class Sender:
+    """Stands in for a client of the engine core: remembers what it sends."""
+
+    def __init__(self, is_dead: bool = False) -> None:
+        self.resources = SimpleNamespace(engine_dead=is_dead)
+        self.reqs_in_flight = {"a": "engine 0", "b": "engine 1"}
+        self.sent: list[tuple] = []
+
+    def send(self, request_type, request_ids, *engine):
+        assert request_type == EngineCoreRequestType.ABORT_AND_ANSWER
+        self.sent.append((request_ids, *engine))
+
+    async def send_async(self, *args):
+        self.send(*args)
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "is_dead", "sent"),
+    [(["a"], False, [(["a"],)]), (["a"], True, []), ([], False, [])],
+)
+def test_a_dead_engine_is_asked_for_nothing(request_ids, is_dead: bool, sent: list):
+    client = Sender(is_dead)
+    client._send_input = client.send
+    SyncMPClient.abort_and_answer(client, request_ids)
+    assert client.sent == sent
+    client = Sender(is_dead)
+    client._send_input = client.send_async
+    asyncio.run(AsyncMPClient.abort_and_answer_async(client, request_ids))
+    assert client.sent == sent
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_each_request_is_asked_for_at_the_engine_that_has_it(is_dead: bool):
+    client = Sender(is_dead)
+    client._send_input = client.send_async
+    asyncio.run(
+        DPLBAsyncMPClient.abort_and_answer_async(client, ["b", "a", "finished"])
     )
-    assert [len(engine.tokens[name]) for name in "abcd"] == [3, 9, 9, 9]
+    expected = [(["b"], "engine 1"), (["a"], "engine 0")]
+    assert client.sent == ([] if is_dead else expected)
 
 
-@pytest.mark.parametrize(("lost", "first"), [((5, 7), 5), ((12,), 12)])
-def test_abort_without_a_full_set_of_rows_says_what_is_missing(
-    model: str, lost: tuple[int, ...], first: int
-):
-    core = Core(make_engine(model, lost))
-    core.abort_and_answer(["a", "d"])
-    answers = core.answers()
-    assert answers["a"].finish_reason == FinishReason.ABORT
-    assert answers["a"].routed_experts is None
-    assert answers["a"].error == (
-        "request a: expected routed experts of tokens [0, 13), "
-        f"token {first} has none (prompt 11, generated 3)"
+def test_an_engine_in_process_answers_before_its_next_step(engine: Engine):
+    client = InprocClient.__new__(InprocClient)
+    client.engine_core = SimpleNamespace(
+        scheduler=engine.scheduler,
+        step_fn=lambda: ({0: "the step"}, True),
+        post_step=lambda model_executed: None,
     )
-    assert answers["d"].error is None
-
-
-def test_row_of_the_last_token_is_not_missed(model: str):
-    core = Core(make_engine(model, lost=(13,)))
-    core.abort_and_answer(["a"])
-    assert core.answers()["a"].error is None
-
-
-def test_abort_without_the_flag_answers_as_ever(model: str):
-    engine = make_engine(model)
-    engine.scheduler.routed_experts_manager = None
-    core = Core(engine)
-    core.abort_and_answer()
-    answers = core.answers()
-    assert set(answers) == set("abcd")
-    assert all(output.routed_experts is None for output in answers.values())
-
-
-# The front end.
+    client.answers = None
+    client.abort_and_answer([])
+    assert client.get_output() == "the step"
+    client.abort_and_answer(["b"])
+    (answer,) = client.get_output().outputs
+    assert (answer.request_id, answer.finish_reason) == ("b", FinishReason.ABORT)
+    np.testing.assert_array_equal(answer.routed_experts, engine.expected("b"))
+    assert client.get_output() == "the step"
 
 
 class FrontEnd(AsyncLLM):
@@ -317,17 +203,20 @@ class FrontEnd(AsyncLLM):
         return tell
 
 
-@pytest.mark.parametrize("request_ids", ["a", ["a"], ("a",)])
-def test_request_that_waits_for_rows_is_ended_by_the_engine(request_ids):
+@pytest.mark.parametrize(
+    ("request_ids", "said"),
+    [
+        ("a", [("answer", ["0_a", "1_a"])]),
+        (("a",), [("answer", ["0_a", "1_a"])]),
+        (["a", "b"], [("answer", ["0_a", "1_a"]), ("abort", ["internal b"])]),
+    ],
+)
+def test_the_engine_ends_requests_that_wait_for_rows_and_the_front_end_others(
+    request_ids, said: list
+):
     front_end = FrontEnd({"a": ["0_a", "1_a"]})
     asyncio.run(front_end.abort(request_ids))
-    assert front_end.said == [("answer", ["0_a", "1_a"])]
-
-
-def test_request_that_wants_no_rows_is_ended_by_the_front_end():
-    front_end = FrontEnd({"a": ["0_a"]})
-    asyncio.run(front_end.abort(["a", "b"]))
-    assert front_end.said == [("answer", ["0_a"]), ("abort", ["internal b"])]
+    assert front_end.said == said
 
 
 @pytest.mark.parametrize(("enabled", "internal"), [(False, False), (True, True)])
@@ -337,35 +226,27 @@ def test_client_that_went_away_gets_nothing(enabled: bool, internal: bool):
     assert front_end.said == [("abort", ["internal a"])]
 
 
-@pytest.mark.parametrize(
-    ("request_ids", "is_dead", "calls"),
-    [(["a"], False, [("abort_and_answer", ["a"])]), (["a"], True, []), ([], False, [])],
-)
-def test_dead_engine_is_asked_for_nothing(request_ids, is_dead: bool, calls: list):
-    made = []
-
-    async def call_utility_async(*args):
-        made.append(args)
-
-    client = SimpleNamespace(
-        resources=SimpleNamespace(engine_dead=is_dead),
-        call_utility_async=call_utility_async,
-    )
-    asyncio.run(AsyncMPClient.abort_and_answer_async(client, request_ids))
-    assert made == calls
+# The front end's half.
 
 
-def receive(processor: OutputProcessor, name: str, *, num_rows: int | None = None):
-    """Let the engine answer the abort of a request; return what a client gets."""
-    rows = None if num_rows is None else make_rows("a", num_rows)
-    output = EngineCoreOutput(
-        name, [], finish_reason=FinishReason.ABORT, routed_experts=rows
-    )
-    return processor.process_outputs([output]).request_outputs
+def make_rows(num_rows: int) -> np.ndarray:
+    return np.arange(num_rows * 6, dtype=np.int16).reshape(num_rows, 3, 2)
 
 
-def add(processor: OutputProcessor, name: str, resumable: bool = False, **params):
-    sampling_params = SamplingParams(**params)
+def send(
+    processor: OutputProcessor, request_id: str, tokens=(), num_rows=None, **fields
+):
+    """Let the engine send an output; return what a client gets, if anything."""
+    if num_rows is not None:
+        fields["routed_experts"] = make_rows(num_rows)
+    output = EngineCoreOutput(request_id, list(tokens), **fields)
+    return processor.process_outputs([output])
+
+
+def add(
+    processor: OutputProcessor, name: str, resumable: bool = False, **params
+) -> None:
+    sampling_params = SamplingParams(routed_experts_layout="split", **params)
 
     def make(request_id: str, params: SamplingParams) -> EngineCoreRequest:
         return EngineCoreRequest(
@@ -391,8 +272,106 @@ def add(processor: OutputProcessor, name: str, resumable: bool = False, **params
         processor.add_request(child, None, parent, index)
 
 
-def test_requests_that_wait_for_rows_are_found_by_their_external_id():
-    processor = OutputProcessor(tokenizer=None, log_stats=False)
+@pytest.fixture
+def processor() -> OutputProcessor:
+    return OutputProcessor(tokenizer=None, log_stats=False)
+
+
+def stop_at(processor: OutputProcessor, request_id: str, token_id: int) -> None:
+    """Let a token be what a stop string is found in."""
+    detokenizer = processor.request_states[request_id].detokenizer
+    update = detokenizer.update
+
+    def update_and_look(token_ids, stop_terminated):
+        update(token_ids, stop_terminated)
+        return "the end" if token_id in token_ids else None
+
+    detokenizer.update = update_and_look
+
+
+def assert_ends(processed, tokens: list[int], num_generated: int) -> None:
+    (output,) = processed.request_outputs
+    choice = output.outputs[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", "the end")
+    assert list(choice.token_ids) == tokens
+    assert processed.reqs_to_abort == processed.reqs_to_answer == []
+    rows = np.concatenate([output.prompt_routed_experts, choice.routed_experts])
+    np.testing.assert_array_equal(rows, make_rows(11 + num_generated - 1))
+
+
+@pytest.mark.parametrize(
+    "kind", [RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA]
+)
+@pytest.mark.parametrize(
+    "last",
+    [{"finish_reason": FinishReason.ABORT}, {"finish_reason": FinishReason.LENGTH}],
+)
+def test_the_end_at_a_stop_string_is_held_back_until_its_rows_are_there(
+    processor: OutputProcessor, kind: RequestOutputKind, last: dict
+):
+    add(processor, "a", output_kind=kind)
+    stop_at(processor, "a", 7)
+    send(processor, "a", [5])
+    stopped = send(processor, "a", [6, 7])
+    assert (stopped.request_outputs, stopped.reqs_to_abort) == ([], [])
+    assert stopped.reqs_to_answer == ["a"]
+    # The engine runs ahead until it knows, or ends the request by itself.
+    ahead = send(processor, "a", [8])
+    assert (ahead.request_outputs, ahead.reqs_to_answer) == ([], [])
+    ended = send(processor, "a", [9, 10], num_rows=11 + 6 - 1, **last)
+    tokens = [6, 7] if kind == RequestOutputKind.DELTA else [5, 6, 7]
+    assert_ends(ended, tokens, num_generated=3)
+    assert not processor.has_unfinished_requests()
+
+
+def test_a_stop_string_in_the_engine_s_last_output_waits_for_nothing(
+    processor: OutputProcessor,
+):
+    add(processor, "a")
+    stop_at(processor, "a", 7)
+    length = FinishReason.LENGTH
+    assert_ends(send(processor, "a", [7], 11, finish_reason=length), [7], 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"error": "token 3 has none"}, "token 3 has none"),
+        (
+            {"num_rows": 10},
+            "request a: routed experts rows 10 != prompt 11 - start 0 + generated 1 - 1",
+        ),
+        (
+            {},
+            "request a: routed experts rows 0 != prompt 11 - start 0 + generated 1 - 1",
+        ),
+    ],
+)
+def test_a_stop_string_without_all_its_rows_is_an_error(
+    processor: OutputProcessor, fields: dict, message: str
+):
+    add(processor, "a")
+    stop_at(processor, "a", 7)
+    send(processor, "a", [7])
+    ended = send(processor, "a", finish_reason=FinishReason.ABORT, **fields)
+    choice = ended.request_outputs[0].outputs[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("error", message)
+    assert choice.routed_experts is None
+
+
+def test_a_stop_string_of_a_request_without_rows_ends_it_at_once(
+    processor: OutputProcessor,
+):
+    add(processor, "a", return_routed_experts=False)
+    stop_at(processor, "a", 7)
+    stopped = send(processor, "a", [7])
+    assert stopped.request_outputs[0].finished
+    assert (stopped.reqs_to_abort, stopped.reqs_to_answer) == (["a"], [])
+
+
+def test_requests_that_wait_for_rows_are_found_by_their_external_id(
+    processor: OutputProcessor,
+):
     add(processor, "with")
     add(processor, "both", n=2)
     add(processor, "without", return_routed_experts=False)
@@ -402,28 +381,33 @@ def test_requests_that_wait_for_rows_are_found_by_their_external_id():
     assert awaiting("both") == ["0_both", "1_both"]
     assert awaiting("without") == awaiting("session") == awaiting("unknown") == []
     assert "unknown" not in processor.external_req_ids
-    receive(processor, "0_both")
+    send(processor, "0_both", finish_reason=FinishReason.ABORT)
     assert awaiting("both") == ["1_both"]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_answer_splits_the_rows_of_an_abort(num_tokens: int):
-    processor = OutputProcessor(tokenizer=None, log_stats=False)
+def test_answer_splits_the_rows_of_an_abort(
+    processor: OutputProcessor, num_tokens: int
+):
     add(processor, "a")
-    processor.process_outputs([EngineCoreOutput("a", [7] * num_tokens)])
-    (output,) = receive(processor, "a", num_rows=len(PROMPT) + num_tokens - 1)
-    choice = output.outputs[0]
+    send(processor, "a", [7] * num_tokens)
+    num_rows = len(PROMPT) + num_tokens - 1
+    ended = send(processor, "a", num_rows=num_rows, finish_reason=FinishReason.ABORT)
+    choice = ended.request_outputs[0].outputs[0]
     assert choice.finish_reason == "abort"
     assert list(choice.token_ids) == [7] * num_tokens
-    rows = np.concatenate([output.prompt_routed_experts, choice.routed_experts])
+    prompt_rows = ended.request_outputs[0].prompt_routed_experts
+    rows = np.concatenate([prompt_rows, choice.routed_experts])
     assert len(choice.routed_experts) == num_tokens - 1
-    np.testing.assert_array_equal(rows, make_rows("a", len(PROMPT) + num_tokens - 1))
+    np.testing.assert_array_equal(rows, make_rows(num_rows))
 
 
-def test_abort_before_the_first_token_has_no_rows_and_is_no_error():
-    processor = OutputProcessor(tokenizer=None, log_stats=False)
+def test_abort_before_the_first_token_has_no_rows_and_is_no_error(
+    processor: OutputProcessor,
+):
     add(processor, "a")
-    (output,) = receive(processor, "a", num_rows=len(PROMPT))
+    ended = send(processor, "a", num_rows=11, finish_reason=FinishReason.ABORT)
+    (output,) = ended.request_outputs
     assert output.outputs[0].finish_reason == "abort"
     assert output.prompt_routed_experts is None
     assert output.outputs[0].routed_experts is None
