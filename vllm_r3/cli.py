@@ -16,7 +16,7 @@ from vllm_r3 import __version__
 from vllm_r3.errors import R3Error
 
 # The modules of the commands, in the order of the help text: vllm_r3/commands/NAME.py.
-COMMANDS = ("series", "wheel", "checks")
+COMMANDS = ("series", "checks")
 
 
 def build_parser() -> argparse.ArgumentParser:

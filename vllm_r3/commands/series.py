@@ -1,8 +1,9 @@
-"""`vllm-r3 series`: keep the patch series, and apply it."""
+"""`vllm-r3 series`: keep the patch series, and apply it; `vllm-r3 wheel`: the patched wheel."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,11 +15,11 @@ TARGET = "whose pinned wheel to read (default: cpu, the smaller one; $VLLM_R3_WH
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Add `series` with its verbs."""
+    """Add `series` with its verbs, and `wheel`."""
     parser = subparsers.add_parser("series", help="keep, apply and check the patch series")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    def verb(name, func, text, options):
+    def verb(name, func, text, options, verbs=verbs):
         parser = verbs.add_parser(name, help=text)
         parser.add_argument("--patches", type=Path, metavar="FOLDER", help=FOLDER)
         parser.set_defaults(func=func)
@@ -60,6 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--onto", type=Path, required=True, metavar="WHEEL", help="a vLLM wheel")
     text = "leave a git tree there with both bases, in which to rebase for real"
     add("--tree", type=Path, metavar="DIR", help=text)
+    text = "repack the pinned wheel with the series applied"
+    add = verb("wheel", _wheel, text, target, subparsers)
+    text = "put the new wheel here (default: dist); the pinned one is never touched"
+    add("--dest", type=Path, default=Path("dist"), metavar="DIR", help=text)
+    text = "write name, version, size, sha256 and series as JSON"
+    add("--report", type=Path, metavar="FILE", help=text)
 
 
 def _fetch(args: argparse.Namespace) -> int:
@@ -199,6 +206,23 @@ def _rebase(args: argparse.Namespace) -> int:
     kinds = [kind for _, kind, _ in verdicts]
     print(", ".join(f"{kinds.count(kind)} {kind}" for kind in ("clean", "merged", "conflict")))
     return 1 if "conflict" in kinds else 0
+
+
+def _wheel(args: argparse.Namespace) -> int:
+    from vllm_r3.series import folder, pinned_wheel
+    from vllm_r3.series.wheel import repack
+
+    series = folder.read_series(_folder(args))
+    pinned = pinned_wheel.pinned_wheel(series.pin, args.target)
+    path = repack(series, args.target, pinned, args.dest)
+    _say(f"{len(series.order)} patches, series {series.hash[:12]}")
+    if args.report:
+        version = series.pin.patched_version(args.target)
+        report = {"name": path.name, "version": version, "size": path.stat().st_size}
+        report |= {"sha256": pinned_wheel.file_sha256(path), "series": series.hash}
+        args.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(path)
+    return 0
 
 
 def _say(text: str) -> None:

@@ -49,11 +49,6 @@ class Site(NamedTuple):
     applied: Applied | None
 
     @property
-    def target(self) -> str:
-        """`cpu` for a build for the CPU, else `cuda`."""
-        return "cpu" if "cpu" in self.info else "cuda"
-
-    @property
     def version(self) -> str:
         """The version that is installed, or being installed."""
         return self.applied.version if self.applied else distinfo.version_of(self.stock_info())
@@ -150,10 +145,8 @@ def venv_site(venv: Path) -> Path:
     """Return the site-packages folder of a virtual environment."""
     found = sorted(venv.glob("lib/python3.*/site-packages"))
     if len(found) != 1:
-        raise R3Error(
-            f"{venv}: expected one lib/python3.*/site-packages below it, found {len(found)}; "
-            "name the folder itself with --site-packages"
-        )
+        what = f"expected one lib/python3.*/site-packages below it, found {len(found)}"
+        raise R3Error(f"{venv}: {what}; name the folder itself with --site-packages")
     return found[0]
 
 
@@ -161,10 +154,8 @@ def own_site() -> Path:
     """Return the folder that holds the vLLM of this interpreter, without importing it."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise R3Error(
-            f"{sys.executable}: expected an installed vLLM, found none; name the folder that holds "
-            "it with --site-packages or --venv"
-        )
+        what = "expected an installed vLLM, found none"
+        raise R3Error(f"{sys.executable}: {what}; name its folder with --site-packages or --venv")
     return Path(spec.submodule_search_locations[0]).parent
 
 
@@ -235,7 +226,8 @@ def _check_applied(site: Site, verb: str) -> None:
 def _build(series: Series, site: Site) -> Build:
     """Return what an application makes; refuse another vLLM, and stock files that are modified."""
     info = site.stock_info()
-    version = distinfo.patched_version(series.pin, distinfo.version_of(info), site.target)
+    target = "cpu" if "cpu" in site.info else "cuda"
+    version = distinfo.patched_version(series.pin, distinfo.version_of(info), target)
     if not site.applied:
         _refuse(site, "apply", f"vLLM {series.pin.vllm}", site.unlike(_stock_ids(series)))
     return distinfo.patched_build(series, version, site.read_stock, info)

@@ -189,8 +189,8 @@ def test_site_is_that_of_the_interpreter_unless_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run(patched_lab, "status") == 1
     assert capsys.readouterr().err == (
-        f"vllm-r3: {sys.executable}: expected an installed vLLM, found none; name the folder that "
-        "holds it with --site-packages or --venv\n"
+        f"vllm-r3: {sys.executable}: expected an installed vLLM, found none; name its folder with "
+        "--site-packages or --venv\n"
     )
 
 
