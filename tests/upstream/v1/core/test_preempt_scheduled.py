@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A request preempted in the schedule() call that scheduled it leaves no block unfilled.
+"""A request preempted in the schedule() that scheduled it leaves no block unfilled.
 
 The worker finds, at every hit, what the KV cache was promised to hold.
 """
