@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""From the engine's rows to the arrays of a RequestOutput, without an engine."""
+"""From the engine's rows to the arrays of a RequestOutput, without an engine.
+
+Stop strings and aborts: test_routed_experts_aborts.py.
+"""
 
 import asyncio
 import re
@@ -9,10 +12,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -37,21 +36,12 @@ def make_rows(start: int, stop: int, mark: int = 0) -> np.ndarray:
     return (token * 6 + np.arange(6).reshape(3, 2) + mark).astype(np.uint8)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is the word "wi"."""
-    model = WordLevel({f"w{i}": i for i in range(200)}, unk_token="w0")
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
 class FrontEnd:
     """An output processor and what one asks of it, with or without a queue."""
 
-    def __init__(self, tokenizer=None, *, has_queue=False, stream_interval=1):
+    def __init__(self, *, has_queue=False, stream_interval=1):
         self.processor = OutputProcessor(
-            tokenizer, log_stats=True, stream_interval=stream_interval
+            None, log_stats=True, stream_interval=stream_interval
         )
         self.has_queue = has_queue
         self.queue: RequestOutputCollector | None = None
@@ -158,62 +148,6 @@ def test_rows_come_once_with_the_finish_reason(kind, stream_interval, num_chunks
     assert all(output.outputs[0].routed_experts is None for output in outputs)
     (output,) = front_end.receive([9], make_rows(0, 7), FinishReason.STOP)
     assert_split(output, 0, 3)
-
-
-# Rows that come piece by piece, because the front end may find a stop string.
-
-
-@pytest.mark.parametrize("start", [0, 3, 5])
-def test_pieces_are_put_together_in_their_order(start: int):
-    front_end = FrontEnd()
-    front_end.add(routed_experts_prompt_start=start)
-    front_end.receive([1], make_rows(start, 5))
-    front_end.receive([2, 3, 4], make_rows(5, 8))
-    front_end.receive([5], make_rows(8, 9))
-    (output,) = front_end.receive([6], make_rows(9, 10), FinishReason.LENGTH)
-    assert_split(output, start, 6)
-
-
-def test_a_stop_string_ends_the_request_with_rows_of_the_tokens_returned(tokenizer):
-    front_end = FrontEnd(tokenizer)
-    front_end.add(stop=["w7"])
-    front_end.receive([3], make_rows(0, 5))
-    (output,) = front_end.receive([7], make_rows(5, 6))
-    completion = output.outputs[0]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", "w7")
-    assert list(completion.token_ids) == [3, 7]
-    assert_split(output, 0, 2)
-    assert front_end.aborted == ["a"]
-
-
-def test_a_stop_string_among_several_new_tokens_keeps_the_rows_of_all_of_them(
-    tokenizer,
-):
-    front_end = FrontEnd(tokenizer)
-    front_end.add(stop=["w7"])
-    front_end.receive([3], make_rows(0, 5))
-    # Three accepted drafts and a sampled token; vLLM returns all of their ids.
-    (output,) = front_end.receive([4, 7, 8, 9], make_rows(5, 9))
-    num_generated = len(output.outputs[0].token_ids)
-    assert output.outputs[0].finish_reason == "stop"
-    assert num_generated == 5
-    assert_split(output, 0, num_generated)
-
-
-def test_rows_beyond_the_last_returned_token_but_one_are_left_out():
-    front_end = FrontEnd()
-    front_end.add()
-    (output,) = front_end.receive([3, 4], make_rows(0, 20), FinishReason.STOP)
-    assert_split(output, 0, 2)
-
-
-def test_outputs_of_the_engine_after_a_stop_string_are_ignored(tokenizer):
-    front_end = FrontEnd(tokenizer)
-    front_end.add(stop=["w7"])
-    (output,) = front_end.receive([7], make_rows(0, 5))
-    assert front_end.receive([8], make_rows(5, 6)) == []
-    assert_split(output, 0, 1)
-    assert front_end.processor.get_num_unfinished_requests() == 0
 
 
 # What is kept of the engine's messages.
@@ -381,16 +315,6 @@ def test_too_few_rows_raise_in_the_generator():
     assert front_end.aborted == []
 
 
-def test_too_few_rows_at_a_stop_string_end_the_request_in_the_engine_too(tokenizer):
-    front_end = FrontEnd(tokenizer, has_queue=True)
-    front_end.add(stop=["w7"])
-    front_end.receive([3], make_rows(0, 5))
-    front_end.receive([7], None)
-    message = "request a: routed experts rows 5 != prompt 5 - start 0 + generated 2 - 1"
-    assert_raises(front_end, message)
-    assert front_end.aborted == ["a"]
-
-
 @pytest.mark.parametrize("finish_reason", [FinishReason.ERROR, FinishReason.ABORT])
 def test_the_engine_s_own_words_reach_the_generator(finish_reason: FinishReason):
     front_end = FrontEnd(has_queue=True)
@@ -422,15 +346,6 @@ def test_choices_beside_a_failed_one_hide_no_error_and_can_be_aborted_by_its_id(
 
 
 # Aborts.
-
-
-def test_an_answered_abort_adds_the_last_rows_to_the_pieces():
-    front_end = FrontEnd()
-    front_end.add(routed_experts_prompt_start=2)
-    front_end.receive([1], make_rows(2, 5))
-    front_end.receive([2], make_rows(5, 6))
-    (output,) = front_end.receive([], make_rows(6, 6), FinishReason.ABORT)
-    assert_split(output, 2, 2)
 
 
 def test_an_abort_in_the_front_end_has_no_rows_rather_than_some():

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from scheduling import BLOCK_SIZE, INFO, make_engine
 from vllm.outputs import RequestOutput
@@ -17,11 +16,6 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-)
 from vllm.v1.request import Request
 
 DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -38,16 +32,9 @@ class Choices:
     def __init__(
         self, model: str, lengths: list[int], engines=ONE_ENGINE, **params
     ) -> None:
-        spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32
-        )
-        group = KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)
-        config = KVCacheConfig(
-            num_blocks=64, kv_cache_tensors=[], kv_cache_groups=[group]
-        )
         # The second choice gets what the first leaves of a step, so that their
         # passes over the last three tokens are different ones.
-        self.engine = make_engine(model, config, max_num_batched_tokens=16)
+        self.engine = make_engine(model, 64, max_num_batched_tokens=16)
         self.processor = OutputProcessor(None, log_stats=False)
         self.lengths = lengths
         self.sent: list[EngineCoreOutput] = []
