@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cpu_platform import ENV, changed_platform
 from oracle_checks import check_completion
 
 from vllm_r3.checks.rows import Compared
 from vllm_r3.replay.oracle import Oracle
 
 BLOCK = 16
-CPU_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
+END = 509  # the tokenizer's end of text
+CPU_ENV = ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
 DEFAULTS: dict[str, Any] = dict(
     dtype="float32",
     enforce_eager=True,
@@ -86,6 +83,26 @@ class Engine:
         assert found, f"no metric {name}"
         return sum(found)
 
+    @contextlib.contextmanager
+    def few_blocks(self, blocks: int) -> Iterator[Counter[str]]:
+        """Leave only so many free blocks for the duration; counts preemptions by request."""
+        pool, scheduler = self.scheduler.kv_cache_manager.block_pool, self.scheduler
+        assert self.llm.reset_prefix_cache()
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+        preempted: Counter[str] = Counter()
+
+        def preempt(request: Any, timestamp: float) -> None:
+            preempted[request.request_id] += 1
+            type(scheduler)._preempt_request(scheduler, request, timestamp)
+
+        scheduler._preempt_request = preempt
+        try:
+            yield preempted
+        finally:
+            del scheduler._preempt_request
+            pool.free_blocks(held)
+            assert self.llm.reset_prefix_cache()
+
     def leftovers(self) -> dict[str, int]:
         """What the scheduler still holds for requests; all zero when none runs."""
         manager = self.scheduler.routed_experts_manager
@@ -113,19 +130,23 @@ def _put(variables: dict[str, str | None]) -> None:
 
 
 @contextlib.contextmanager
-def engine(model: Path, oracle: Oracle, compiled: bool = False, **options: Any) -> Iterator[Engine]:
+def engine(
+    model: Path, oracle: Oracle, is_async: bool = False, compiled: bool = False, **options: Any
+) -> Iterator[Engine]:
     """Start an engine on `model`, stop its workers at the end.
 
     Args:
+        is_async: schedule asynchronously, which the CPU platform does not by itself.
         compiled: let torch.compile run, as without `--enforce-eager`.
         options: of `vllm.LLM`, on top of DEFAULTS.
     """
-    dynamo = None if compiled else "1"
-    with environment(**CPU_ENV, TORCHDYNAMO_DISABLE=dynamo):
+    dynamo = {"TORCHDYNAMO_DISABLE": None if compiled else "1"}
+    with environment(**CPU_ENV | dynamo):
         from vllm import LLM, envs
 
         envs.disable_envs_cache()  # an earlier engine in this process has filled it
-        llm = LLM(str(model), **(DEFAULTS | {"enforce_eager": not compiled} | options))
+        with changed_platform(is_async):
+            llm = LLM(str(model), **(DEFAULTS | {"enforce_eager": not compiled} | options))
         try:
             yield Engine(llm, oracle)
         finally:

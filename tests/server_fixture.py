@@ -12,13 +12,17 @@ import base64
 import contextlib
 import io
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
+from cpu_platform import ENV
+from forked import ForkedServer
 from oracle_checks import check_rows
 
 from vllm_r3.demo.serve import HOST, Server
@@ -28,17 +32,15 @@ GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/
 ENDPOINTS = {"generate": GENERATE, "completions": COMPLETIONS, "chat": CHAT}
 END = 509  # the tokenizer's end of text
 MODEL_LEN = 1024
-ENV = {
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # /pause and /resume
-}
+GENERATED = "generation_tokens_total"
+SERVER_ENV = ENV | {"VLLM_SERVER_DEV_MODE": "1"}  # /pause and /resume
 OPTIONS = (
     *("--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"),
     *("--max-model-len", str(MODEL_LEN), "--block-size", "16", "--enforce-eager"),
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -80,11 +82,10 @@ def decode(value: Any, encoding: str, dtype: str) -> np.ndarray:
 class Kit:
     """A running server, its address and the oracle of its model."""
 
-    def __init__(self, port: int, oracle: Oracle, log_path: Path) -> None:
-        self.client = httpx.Client(base_url=f"http://{HOST}:{port}", timeout=120)
-        self.url = f"http://{HOST}:{port}"
-        self.oracle = oracle
-        self.log_path = log_path
+    def __init__(self, server: Server, model_dir: Path, oracle: Oracle) -> None:
+        self.server, self.model_dir, self.oracle = server, model_dir, oracle
+        self.url = f"http://{HOST}:{server.port}"
+        self.client = httpx.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Status and parsed body."""
@@ -96,6 +97,27 @@ class Kit:
         answer = self.client.get(path)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def metric(self, *names: str) -> float:
+        """Value of the server's metrics of these names, summed over their labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        wanted = tuple(f"vllm:{name}{{" for name in names)
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(wanted))
+
+    def generate(self, tokens: list[int], max_tokens: int, **ours: Any) -> Any:
+        """Parsed answer with so many greedy tokens, whatever they are."""
+        options = dict(max_tokens=max_tokens, ignore_eos=True)
+        status, answer = self.post(GENERATE, request("generate", tokens, **options, **ours))
+        assert status == 200, answer
+        return answer
+
+    def pause(self, mode: str, **more: Any) -> None:
+        """Stop the engine's steps."""
+        assert self.client.post("/pause", params={"mode": mode} | more).status_code == 200
+
+    def resume(self) -> None:
+        """Let it go on."""
+        assert self.client.post("/resume").status_code == 200
 
     def chunks(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Parsed chunks of a stream, which must end with [DONE]."""
@@ -140,6 +162,34 @@ class Kit:
             prompt_rows = decode(found, meta["encoding"], meta["dtype"]).reshape(-1, *sides)
         truth = self.oracle.truth([*prompt, *choice.tokens])
         check_rows(self.oracle, truth, num_prompt, prompt_rows, rows, start, where)
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Wait until the server is in a state."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def aborted(kit: Kit, ask: Callable[[], T], is_aborted: Callable[[T], bool]) -> T:
+    """Return the answer to a long request that the server aborts after its first tokens.
+
+    The engine is frozen as soon as it has generated some, then told to abort what it has. Only if
+    this process slept through all of the request's tokens, it is asked once more.
+    """
+    for _ in range(5):
+        under_way = kit.metric(GENERATED) + 8
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(ask)
+            wait_for(lambda: job.done() or kit.metric(GENERATED) >= under_way, "tokens")  # noqa: B023
+            kit.pause("keep", clear_cache=False)
+            kit.pause("abort")
+            answer = job.result()
+        kit.resume()
+        if is_aborted(answer):
+            return answer
+    raise AssertionError("in 5 attempts no request was aborted between two tokens")
 
 
 def read_answer(answer: dict[str, Any]) -> Answer:
@@ -216,9 +266,15 @@ def seeded_prompt(seed: int, length: int) -> list[int]:
 
 @contextlib.contextmanager
 def serving(
-    model: Path, oracle: Oracle, log_path: Path, *options: str, experts: bool = True
+    model: Path,
+    oracle: Oracle,
+    log_path: Path,
+    *options: str,
+    experts: bool = True,
+    data_parallel: bool = False,
 ) -> Iterator[Kit]:
     """Run a server for the duration."""
     flags = ("--enable-return-routed-experts",) if experts else ()
-    with Server(model, *OPTIONS, *flags, *options, log_path=log_path, env=ENV) as server:
-        yield Kit(server.port, oracle, log_path)
+    more: dict[str, Any] = dict(log_path=log_path, env=SERVER_ENV, data_parallel=data_parallel)
+    with ForkedServer(model, *OPTIONS, *flags, *options, **more) as server:
+        yield Kit(server, model, oracle)

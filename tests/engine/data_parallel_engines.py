@@ -1,24 +1,20 @@
-"""Run the same requests through plain and data-parallel engines, and save what came back.
+"""Run the same requests through data-parallel engines, and save what came back.
 
-    python tests/engine/data_parallel_engines.py MODELS_DIR OUT_DIR
-
-A process of its own, started by test_data_parallel.py with the platform of
-data_parallel_platform.py. MODELS_DIR/KIND is a tiny model. For each case OUT_DIR
-gets NAME.npz (tokens and rows), NAME.json (what the counters say), NAME.notes (what ranks saw).
+`run_case` runs in a forked process of its own, started by test_data_parallel.py. It writes NAME.npz
+(tokens and rows), NAME.json (what the counters say) and NAME.notes (what the ranks saw).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from engines import CPU_ENV, DEFAULTS, seeded_prompts
+from cpu_platform import changed_platform
+from engines import DEFAULTS, seeded_prompts
 
 PROMPTS = seeded_prompts(91, [3, 120, 15, 16, 90, 17, 31, 32, 64, 33, 5, 100])
 # Few long ones and many short ones: now one rank has more tokens in a step, now the other.
@@ -29,8 +25,6 @@ OPTIONS = dict(max_num_batched_tokens=64)
 TURNS = ("cold", "warm", "swapped")
 EP = dict(enable_expert_parallel=True)
 TP = dict(tensor_parallel_size=2)
-
-
 DP = dict(data_parallel_size=2)
 
 
@@ -47,9 +41,6 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plain-moe": Case("moe", {}),
-    "plain-dense-between": Case("dense-between", {}),
-    "plain-glm4": Case("glm4", {}),
     "logits-dp": Case("moe", DP),
     "logits-dp-ep": Case("dense-between", DP | EP),
     "logits-tp-dp-ep": Case("moe", TP | DP | EP),
@@ -78,13 +69,12 @@ async def ask(llm: Any, turn: str, i: int, rank: int, saved: dict[str, np.ndarra
 async def ask_all(llm: Any) -> dict[str, np.ndarray]:
     """Every prompt on its rank, again from the cache, and alone on the other rank."""
     saved: dict[str, np.ndarray] = {}
-    num_ranks = llm.vllm_config.parallel_config.data_parallel_size
     everyone = range(len(PROMPTS))
     for turn in ("cold", "warm"):
-        await asyncio.gather(*(ask(llm, turn, i, RANKS[i] % num_ranks, saved) for i in everyone))
+        await asyncio.gather(*(ask(llm, turn, i, RANKS[i], saved) for i in everyone))
     for rank in range(2):
         others = [i for i in everyone if RANKS[i] != rank]
-        await asyncio.gather(*(ask(llm, "swapped", i, rank % num_ranks, saved) for i in others))
+        await asyncio.gather(*(ask(llm, "swapped", i, rank, saved) for i in others))
     return saved
 
 
@@ -104,7 +94,7 @@ def counters() -> dict[str, dict[str, float]]:
     return found
 
 
-async def run(models: Path, out: Path, name: str) -> None:
+async def run(model: Path, out: Path, name: str) -> None:
     """Run one case and save it."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -112,8 +102,7 @@ async def run(models: Path, out: Path, name: str) -> None:
     case = CASES[name]
     ours = dict(notes=str(out / f"{name}.notes"), modular=case.modular)
     options = DEFAULTS | OPTIONS | dict(additional_config=ours)
-    args = AsyncEngineArgs(str(models / case.kind), **(options | case.options))
-    llm = AsyncLLM.from_engine_args(args)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model), **(options | case.options)))
     try:
         np.savez(out / f"{name}.npz", **await ask_all(llm))
         parallel = llm.vllm_config.parallel_config
@@ -123,27 +112,9 @@ async def run(models: Path, out: Path, name: str) -> None:
         llm.shutdown()
 
 
-def run_case(models: Path, out: Path, name: str) -> None:
-    """Run one case in a process of its own."""
-    asyncio.run(run(models, out, name))
-
-
-def main(models: str, out: str) -> None:
-    """Run all cases, each in a copy of this process, which has done nothing but import."""
-    os.environ |= CPU_ENV | {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    import vllm.v1.engine.async_llm  # noqa: F401
-    from vllm.platforms import current_platform
-
-    assert type(current_platform).__name__ == "DataParallelCpuPlatform", "no plugin"
-    for name in CASES:
-        process = multiprocessing.get_context("fork").Process(
-            target=run_case, args=(Path(models), Path(out), name)
-        )
-        process.start()
-        process.join()
-        if process.exitcode:
-            sys.exit(f"case {name} ended with {process.exitcode}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def run_case(model: Path, out: Path, name: str) -> None:
+    """Run one case in this process, which has done nothing but import."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    with changed_platform(data_parallel=True):
+        asyncio.run(run(model, out, name))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from data_parallel_notes import note
+from data_parallel_worker import note
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.v1.worker.workspace import init_workspace_manager

@@ -7,17 +7,31 @@ for one of its own. Routing, dispatch, capture and all else is vLLM's. What is d
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from data_parallel_notes import note, open_notes
 from torch import distributed
 from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+_notes: Path | None = None
+_noted: set[str] = set()
+
+
+def note(what: str, **seen: Any) -> None:
+    """Add a line of JSON to the file that all ranks append to, if it is new to this rank."""
+    if _notes is None:
+        return
+    line = json.dumps({"what": what, "rank": distributed.get_rank()} | seen) + "\n"
+    if line not in _noted:
+        _noted.add(line)
+        with _notes.open("a") as notes:
+            notes.write(line)
 
 
 class Communicator(CpuCommunicator):
@@ -128,8 +142,9 @@ class DataParallelCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         """Put the kernel of this engine in place, then start as usual."""
+        global _notes
         options = self.vllm_config.additional_config
-        open_notes(options["notes"])
+        _notes = Path(options["notes"]) if "notes" in options else None
         cpu_fused_moe.CPUFusedMOE = LocalExperts
         if options.get("modular"):
             from data_parallel_modular import use_modular_kernel

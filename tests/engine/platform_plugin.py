@@ -12,7 +12,7 @@ def write_plugin(folder: Path, module: str) -> str:
     """Write the metadata that names `module`'s `register` to vLLM.
 
     Returns:
-        What to put on PYTHONPATH: `folder`, and this folder with the module.
+        What to put on PYTHONPATH: `folder`, this folder with the module, and the one above it.
     """
     name = f"r3_{module}"
     info = folder / f"{name}-1.dist-info"
@@ -21,4 +21,4 @@ def write_plugin(folder: Path, module: str) -> str:
     (info / "METADATA").write_text(metadata)
     entry = f"[vllm.platform_plugins]\n{name} = {module}:register\n"
     (info / "entry_points.txt").write_text(entry)
-    return os.pathsep.join([str(folder), str(HERE)])
+    return os.pathsep.join([str(folder), str(HERE), str(HERE.parent)])

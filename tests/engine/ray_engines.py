@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,10 +155,12 @@ def run(model: str, out: Path, name: str) -> None:
     """Run one case and save it."""
     case = CASES[name]
     with own_gpu_taken(case.away):
+        begin = time.monotonic()
         llm = start(model, case)
+        start_s = time.monotonic() - begin
         watched = watch(llm, case)
         np.savez(out / f"{name}.npz", **ask(llm))
-        facts = describe(llm, watched)
+        facts = describe(llm, watched) | dict(start_s=start_s)
         (out / f"{name}.json").write_text(json.dumps(facts))
         print(f"{name}: {facts}", flush=True)
         llm.llm_engine.engine_core.shutdown()
@@ -169,7 +172,7 @@ def run(model: str, out: Path, name: str) -> None:
 
 def main(model: str, out: str) -> None:
     """Run all cases."""
-    with environment(**CPU_ENV, TORCHDYNAMO_DISABLE="1"):
+    with environment(**CPU_ENV):
         from vllm.platforms import current_platform
 
         assert current_platform.ray_device_key == "GPU", "ray_platform.py is not in use"

@@ -5,18 +5,14 @@ again."""
 from __future__ import annotations
 
 import pytest
-from engines import engine, seeded_prompts
+from engines import END, seeded_prompts
 
-END = 509
+pytestmark = pytest.mark.parametrize("running", ["moe-async"], indirect=True, scope="module")
 
 
-@pytest.fixture(scope="module")
-def running(models, oracles, force_async):
-    started = engine(models("moe"), oracles("moe"), max_num_batched_tokens=40)
-    with force_async(True), started as running:
-        assert running.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        assert running.llm.llm_engine.engine_core.engine_core.batch_queue is not None
-        yield running
+def test_the_scheduler_runs_ahead(running):
+    assert running.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    assert running.llm.llm_engine.engine_core.engine_core.batch_queue is not None
 
 
 def test_mixed_lengths_cold_and_warm(running):

@@ -11,6 +11,8 @@ import sys
 
 import numpy as np
 import pytest
+from forked import ForkedServer
+from pool import count_start
 
 from vllm_r3.cli import main
 from vllm_r3.demo.serve import Server
@@ -22,12 +24,13 @@ def run(*args):
 
 
 def test_demo_of_a_model_with_more_than_256_experts_exits_0(tmp_path):
-    done = run("--model", "wide", "--keep", str(tmp_path))
+    with count_start("demo"):
+        done = run("--model", "wide", "--keep", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "prompt_routed_experts          int16 (85, 3, 8)\n" in done.stdout
     assert "choices[0].routed_experts      int16 (31, 3, 8)\n" in done.stdout
-    assert "cold   116 rows, 348 cells (token, layer): all agree with the oracle\n" in done.stdout
-    assert "again  116 rows, 348 cells (token, layer): all agree with the oracle\n" in done.stdout
+    assert "cold   116 rows, 232 cells (token, layer): all agree with the oracle\n" in done.stdout
+    assert "again  116 rows, 232 cells (token, layer): all agree with the oracle\n" in done.stdout
     assert "cached 64 prompt tokens" in done.stdout
     steps = [line.split()[:3] for line in done.stderr.splitlines() if " of 7  " in line]
     assert steps == [[str(n), "of", "7"] for n in range(1, 8)]
@@ -136,8 +139,10 @@ def test_unknown_model_exits_1_and_lists_the_known(capsys):
     assert "unknown tiny model 'huge', expected one of moe, " in capsys.readouterr().err
 
 
-def test_dense_model_exits_1_with_the_servers_own_reason(capsys):
-    assert main(["demo", "--model", "dense"]) == 1
+def test_dense_model_exits_1_with_the_servers_own_reason(capsys, monkeypatch):
+    monkeypatch.setattr("vllm_r3.demo.demo.Server", ForkedServer)
+    with count_start("demo, refused"):
+        assert main(["demo", "--model", "dense"]) == 1
     error = capsys.readouterr().err
     assert "vllm serve exited with status 1 while starting" in error
     assert "--enable-return-routed-experts does not work with the dense model" in error

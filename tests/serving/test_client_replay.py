@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from client_server import Running
+from server_fixture import Kit
 
 from vllm_r3.cli import main
 
-KIND, DTYPE = "moe", "bfloat16"
-
 
 def test_in_bfloat16_the_replayed_mismatch_is_smaller_than_the_free_one(
-    running: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bfloat16: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["replay", str(running.model_dir), "--server", running.url, "--dtype", "bfloat16"]
+    words = ["replay", str(bfloat16.model_dir), "--server", bfloat16.url, "--dtype", "bfloat16"]
     files = ["--json", str(tmp_path / "r.json"), "--png", str(tmp_path / "r.png")]
     assert main([*words, *files, "--texts", "8", "--max-tokens", "64"]) == 0
     print(capsys.readouterr().out)

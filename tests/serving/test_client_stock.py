@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from client_server import ENV, OPTIONS
+from server_fixture import OPTIONS, SERVER_ENV
 
 from vllm_r3.checks.server import verify_server
 from vllm_r3.cli import main
@@ -29,9 +29,9 @@ def test_stock_022_fails_and_what_it_lacks_is_named(
     models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = shlex.split(COMMAND or "")
-    options = (*OPTIONS, "--dtype", "float32")
-    log = tmp_path / "server.log"
-    with Server(models("moe"), *options, log_path=log, env=ENV, vllm=command) as server:
+    options = (*OPTIONS, "--enable-return-routed-experts")
+    log, env = tmp_path / "server.log", SERVER_ENV
+    with Server(models("moe"), *options, log_path=log, env=env, vllm=command) as server:
         url = f"http://{HOST}:{server.port}"
         assert main(["verify", "server", url]) == 1
         report = verify_server(url)

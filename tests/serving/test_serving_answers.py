@@ -41,7 +41,7 @@ def test_each_choice_of_several_prompts_has_its_own_prompt_rows(kit, stream, lay
 @both_ways
 @all_endpoints
 def test_one_generated_token_has_an_empty_array(kit, endpoint, stream):
-    for encoding, shape in (("npy", (0, 4, 4)), ("list", (0,))):
+    for encoding, shape in (("npy", (0, 6, 4)), ("list", (0,))):
         body = request(endpoint, PROMPT, max_tokens=1, routed_experts_encoding=encoding)
         choice = kit.check(ENDPOINTS[endpoint], body, stream).choices[0]
         assert decode(choice.rows, encoding, "uint8").shape == shape

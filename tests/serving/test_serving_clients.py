@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
+from forked import run_vllm
 from oracle_checks import check_rows
 from server_fixture import COMPLETIONS, GENERATE, decode, request, seeded_prompt
 
@@ -84,7 +82,7 @@ def test_client_of_newer_vllm_reads_one_array_a_choice(kit):
     assert status == 200 and "prompt_routed_experts" not in answer
     choice = answer["choices"][0]
     rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
-    assert rows.shape == (len(PROMPT) + len(choice["token_ids"]) - 1, 4, 4)
+    assert rows.shape == (len(PROMPT) + len(choice["token_ids"]) - 1, 6, 4)
     truth = kit.oracle.truth([*PROMPT, *choice["token_ids"]])
     check_rows(kit.oracle, truth, len(PROMPT), rows[:25], rows[25:])
 
@@ -102,19 +100,16 @@ def test_client_of_stock_021_reads_nested_lists(kit):
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_stock_benchmark_of_vllm_runs_against_the_server(kit, models, backend):
+def test_stock_benchmark_of_vllm_runs_against_the_server(kit, tmp_path, backend):
     path = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}[backend]
-    vllm = str(Path(sys.executable).with_name("vllm"))
-    done = subprocess.run(
-        [vllm, "bench", "serve", "--backend", backend, "--base-url", kit.url, "--endpoint", path]
-        + ["--model", "tiny", "--tokenizer", str(models("moe")), "--dataset-name", "random"]
-        + ["--random-input-len", "20", "--random-output-len", "10", "--num-prompts", "6"]
-        + ["--ignore-eos"],
-        capture_output=True,
-        text=True,
-        timeout=300,
+    status, shown = run_vllm(
+        *("bench", "serve", "--backend", backend, "--base-url", kit.url, "--endpoint", path),
+        *("--model", "tiny", "--tokenizer", str(kit.model_dir), "--dataset-name", "random"),
+        *("--random-input-len", "20", "--random-output-len", "10", "--num-prompts", "6"),
+        "--ignore-eos",
+        log_path=tmp_path / "log",
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = [s for s in done.stdout.splitlines() if s.startswith("Successful requests:")]
-    assert line.split()[-1] == "6", done.stdout[-2000:]
-    assert "Failed requests:                         0" in done.stdout
+    assert status == 0, shown[-2000:]
+    (line,) = [s for s in shown.splitlines() if s.startswith("Successful requests:")]
+    assert line.split()[-1] == "6", shown[-2000:]
+    assert "Failed requests:                         0" in shown

@@ -1,12 +1,9 @@
-"""The server's flags: another encoding and layout, dense layers, tools and a reasoning parser."""
+"""The server's flags: another encoding and layout, int16, tools and a reasoning parser."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from forked import run_vllm
 from server_fixture import CHAT, ENDPOINTS, decode, request, seeded_prompt
 
 PROMPT = seeded_prompt(13, 23)
@@ -31,8 +28,8 @@ def test_info_says_what_the_contract_says(kit):
     assert version == kit.get("/version")["version"]
     assert info == {
         "enabled": True,
-        "num_layers": 4,
-        "moe_layers": [0, 1, 2, 3],
+        "num_layers": 6,
+        "moe_layers": [1, 2, 4],
         "num_experts": 16,
         "top_k": 4,
         "dtype": "uint8",
@@ -44,7 +41,7 @@ def test_info_says_what_the_contract_says(kit):
 def test_info_names_the_flags_and_the_layers_with_experts(flagged):
     info = flagged.get("/routed_experts/info")
     assert (info["encoding"], info["layout"]) == ("list", "full")
-    assert (info["num_layers"], info["moe_layers"]) == (6, [1, 2, 4])
+    assert (info["num_layers"], info["moe_layers"], info["dtype"]) == (3, [1, 2], "int16")
 
 
 @both_ways
@@ -61,7 +58,7 @@ def test_request_overrides_the_flags(flagged, endpoint, stream):
     ours = {"routed_experts_encoding": "npy", "routed_experts_layout": "split"}
     answer = flagged.check(ENDPOINTS[endpoint], request(endpoint, PROMPT, **ours), stream)
     assert (answer.meta["encoding"], answer.meta["layout"]) == ("npy", "split")
-    assert decode(answer.prompt_rows, "npy", "uint8").shape[1:] == (6, 4)
+    assert decode(answer.prompt_rows, "npy", "int16").shape[1:] == (3, 8)
 
 
 @both_ways
@@ -76,34 +73,31 @@ def test_chat_with_tools_and_reasoning_carries_rows(flagged, stream, choice):
     assert answer.choices[0].finish_reason is not None
 
 
-def test_wide_model_sends_int16(wide):
-    assert wide.get("/routed_experts/info")["dtype"] == "int16"
+def test_more_than_256_experts_come_as_int16(flagged):
     biggest = 0
     for endpoint in ENDPOINTS:
         for encoding in ("npy", "list"):
             body = request(endpoint, PROMPT, routed_experts_encoding=encoding)
-            answer = wide.check(ENDPOINTS[endpoint], body)
+            body["routed_experts_layout"] = "split"
+            answer = flagged.check(ENDPOINTS[endpoint], body)
             assert answer.meta["dtype"] == "int16"
             biggest = max(biggest, decode(answer.prompt_rows, encoding, "int16").max())
     assert biggest > 255
 
 
-def vllm(*args):
-    command = [str(Path(sys.executable).with_name("vllm")), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def test_help_describes_both_flags():
+def test_help_describes_both_flags(tmp_path):
     for flag, values in (("encoding", "{npy,list}"), ("layout", "{split,full}")):
-        shown = vllm("serve", f"--help=routed-experts-{flag}").stdout
-        assert f"--routed-experts-{flag}" in shown
+        options = dict(log_path=tmp_path / flag)
+        status, shown = run_vllm("serve", f"--help=routed-experts-{flag}", **options)
+        assert status == 0 and f"--routed-experts-{flag}" in shown
         assert all(value in shown for value in values.strip("{}").split(","))
 
 
-def test_unknown_value_of_a_flag_is_a_usage_error():
-    done = vllm("serve", "nothing", "--routed-experts-encoding", "json")
-    assert done.returncode == 2
-    assert "invalid choice: 'json' (choose from" in done.stderr
+def test_unknown_value_of_a_flag_is_a_usage_error(tmp_path):
+    words = ("serve", "nothing", "--routed-experts-encoding", "json")
+    status, shown = run_vllm(*words, log_path=tmp_path / "log")
+    assert status == 2
+    assert "invalid choice: 'json' (choose from" in shown
 
 
 def test_flags_do_not_change_the_compiled_graph(models):

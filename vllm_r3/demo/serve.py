@@ -18,7 +18,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vllm_r3.checks.connect import send
 from vllm_r3.errors import R3Error
@@ -123,12 +123,9 @@ class Server:
             R3Error: the port is in use, there is no `vllm`, the process died or took too long.
         """
         free_port(self.port)
-        pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         try:
             with self.log_path.open("wb") as log:
-                self._process = subprocess.Popen(
-                    self._command, env=self._env, stdout=log, **pipes, start_new_session=True
-                )
+                self._process = self._spawn(log)
         except OSError as error:
             raise R3Error(f"cannot start {self._command[0]}: {error.strerror}") from None
         try:
@@ -136,6 +133,17 @@ class Server:
         except BaseException:
             self.stop()
             raise
+
+    def _spawn(self, log: BinaryIO) -> subprocess.Popen[bytes]:
+        """Start the process, the first of a process group of its own."""
+        return subprocess.Popen(
+            self._command,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _wait_healthy(self) -> None:
         began = told = time.monotonic()

@@ -44,9 +44,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("qwen3_moe", _QWEN3),
     # dense layers first and between: MoE layers are 1, 2 and 4 of 6
     "dense-between": ("qwen3_moe", _QWEN3 | dict(num_hidden_layers=6, mlp_only_layers=[0, 3, 5])),
-    # ids above 255: int16 rows
+    # ids above 255: int16 rows; the first layer is dense
     "wide": (
-        "qwen3_moe", _QWEN3 | dict(num_hidden_layers=3, num_experts=320, num_experts_per_tok=8)
+        "qwen3_moe",
+        _QWEN3
+        | dict(num_hidden_layers=3, mlp_only_layers=[0], num_experts=320, num_experts_per_tok=8),
     ),
     # first layer dense, sigmoid scores, grouped top-k, correction bias, shared expert
     "glm4": ("glm4_moe", dict(
@@ -56,7 +58,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         num_nextn_predict_layers=0,
     )),
     "mixtral": ("mixtral", dict(
-        num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, intermediate_size=32,
+        num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, intermediate_size=64,
         sliding_window=512,  # as long as the longest request: it cuts nothing off
     )),
     # weights of the chosen experts are not normalised
@@ -107,13 +109,13 @@ def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     return 0.0, gain / shape[-1] ** 0.5
 
 
-def _fill(name: str, tensor: Any) -> None:
+def _fill(name: str, tensor: Any, seed: int = SEED) -> None:
     """Overwrite one parameter or buffer in place with its seeded values."""
     import numpy as np
     import torch
 
     mean, std = _spread(name, tuple(tensor.shape))
-    rng = np.random.default_rng([SEED, zlib.crc32(name.encode())])
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = rng.standard_normal(tuple(tensor.shape)) * std + mean
     if name == "lm_head.weight":
         rare = np.ones(tensor.shape[0], dtype=bool)
@@ -132,8 +134,8 @@ def make_config(kind: str) -> Any:
     return AutoConfig.for_model(model_type, **(_BASE | fields))
 
 
-def write_model(kind: str, directory: Path) -> Path:
-    """Write the tiny model `kind` into `directory` and return it."""
+def write_model(kind: str, directory: Path, seed: int = SEED) -> Path:
+    """Write the tiny model `kind` into `directory` and return it; other weights by another seed."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -141,7 +143,7 @@ def write_model(kind: str, directory: Path) -> Path:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "inv_freq" not in name:
-                _fill(name, tensor)
+                _fill(name, tensor, seed)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
     write_tokenizer(directory)
