@@ -7,6 +7,7 @@ vLLM, torch and transformers.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -28,7 +29,10 @@ PROMPT = (
 )
 MAX_TOKENS = 32
 SHOWN_ROWS = 3
-ENGINE_ENV = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+# no progress bars between our lines, no look at the network
+QUIET_ENV = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+QUIET_ENV["TRANSFORMERS_VERBOSITY"] = "error"
+ENGINE_ENV = {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 ENGINE_OPTIONS = (
     *("--enable-return-routed-experts", "--enforce-eager", "--dtype", "float32"),
     *("--block-size", "32", "--max-model-len", "512", "--seed", "0"),
@@ -49,9 +53,13 @@ def demo(kind: str, port: int | None = None, keep: Path | None = None) -> None:
     keep.mkdir(parents=True, exist_ok=True)
     step = _steps(7)
     step(f"write the tiny model {kind!r}")
-    _quiet_transformers()
-    from transformers import AutoTokenizer
-
+    os.environ |= QUIET_ENV
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise R3Error(
+            f"the demo needs torch and transformers ({error}); install vllm-r3[demo]"
+        ) from None
     from vllm_r3.demo.tiny_models import write_model
     from vllm_r3.replay.oracle import Oracle
     from vllm_r3.replay.replay import replay
@@ -106,19 +114,6 @@ def _note(text: str) -> None:
     print(f"        {text}", file=sys.stderr, flush=True)
 
 
-def _quiet_transformers() -> None:
-    """No progress bars between our lines; a missing library names its extra."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        from transformers.utils import logging
-    except ImportError as error:
-        raise R3Error(
-            f"the demo needs torch and transformers ({error}); install vllm-r3[demo]"
-        ) from None
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
 def _ask(server: Server, prompt: list[int], info: dict[str, Any]) -> ChoiceRoutes:
     sampling = {"max_tokens": MAX_TOKENS, "logprobs": 1, "temperature": 0.0}
     body = {"token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
@@ -139,9 +134,9 @@ def _show(choice: ChoiceRoutes) -> None:
 
 
 def _cached_tokens(server: Server) -> int:
-    """Prompt tokens that the prefix cache has served, from the Prometheus endpoint."""
+    """Return how many prompt tokens the prefix cache has served, from the Prometheus endpoint."""
     _, text = server.request("GET", "/metrics")
-    for line in text.decode().splitlines():
-        if line.startswith("vllm:prefix_cache_hits_total"):
-            return int(float(line.rsplit(" ", 1)[1]))
-    raise R3Error("/metrics: expected vllm:prefix_cache_hits_total, found none")
+    found = re.search(r"^vllm:prefix_cache_hits_total\S* (\S+)$", text.decode(), re.MULTILINE)
+    if found is None:
+        raise R3Error("/metrics: expected vllm:prefix_cache_hits_total, found none")
+    return int(float(found.group(1)))

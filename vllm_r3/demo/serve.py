@@ -158,10 +158,9 @@ class Server:
             time.sleep(0.25)
 
     def _is_healthy(self) -> bool:
-        try:
+        with contextlib.suppress(OSError):
             return self.request("GET", "/health", timeout_s=5)[0] == 200
-        except OSError:
-            return False
+        return False
 
     def _require_alive(self, when: str) -> None:
         status = self._process.poll() if self._process else None

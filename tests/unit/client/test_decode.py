@@ -257,8 +257,7 @@ def test_a_completions_answer_with_two_prompts_reads_each_choices_own_prompt() -
 
 
 def test_two_choices_share_the_prompts_rows() -> None:
-    answer = split_answer(ROWS, PROMPT)
-    other = rows_of(10, first=40)
+    answer, other = split_answer(ROWS, PROMPT), rows_of(10, first=40)
     part = {"index": 1, "token_ids": [1] * 6, "routed_experts": npy(other[5:])}
     answer["choices"].append(part | {"finish_reason": "stop"})
     one, two = decode_answer(answer, num_prompt=PROMPT)
@@ -351,20 +350,14 @@ DAMAGED = {
     "brackets": (npy_with("((("), NO_HEADER),
     "pickled": (
         described("|O", "(1, 1, 1)", b"cos\nsystem\n."),
-        r"expected integers, got a pickled npy \(dtype object\), which is never loaded",
+        "expected integers, got a pickled.*",
     ),
     "oversized": (
         described("|u1", "(99999999999, 48, 8)", b"1234"),
         r"expected 38399999999616 bytes for \(99999999999, 48, 8\) uint8, got 4",
     ),
-    "negative": (
-        described("|u1", "(-1, 48, 0)"),
-        r"expected 0 bytes for \(-1, 48, 0\) uint8, got 0",
-    ),
-    "neither": (
-        encoded(b"12345"),
-        "expected an npy blob or int32 values, got 5 bytes that are neither",
-    ),
+    "negative": (described("|u1", "(-1, 48, 0)"), r"expected 0 bytes for \(-1, 48, 0\) .*, got 0"),
+    "neither": (encoded(b"12345"), "expected an npy blob or int32 values, got 5 bytes .*"),
     "ragged": ([[[1, 2]], [[1]]], NO_LISTS),
     "ragged layers": ([[[1]], [[1], [2]]], NO_LISTS),
     "null inside": ([[[1, None]]], NO_LISTS),
