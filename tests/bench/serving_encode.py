@@ -5,8 +5,8 @@
 Serves one fixed engine output over loopback HTTP (uvicorn, FastAPI, the response models and
 the writer of `/v1/completions`; no model runs) as `npy`, as `list` and as stock 0.21.0 does it:
 nested lists inside the pydantic model. One client asks again and again. Reports the server
-process's CPU time an answer, requests a second, the size, and the longest time the event loop
-was held by one answer. Prints a table; needs a patched vLLM.
+process's CPU time an answer, requests a second, the size, and the longest time in which the
+event loop served nobody else. Prints a table; needs a patched vLLM.
 
 P prompt tokens, S all tokens (S - 1 rows), 48 layers, 8 of 128 experts.
 """
@@ -14,6 +14,7 @@ P prompt tokens, S all tokens (S - 1 rows), 48 layers, 8 of 128 experts.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import http.client
 import json
 import multiprocessing
@@ -77,30 +78,29 @@ class Answers:
         models = (CompletionResponse, CompletionResponseChoice)
         self.response, self.choice = stock_models() if stock else models
 
-    def build(self) -> Any:
+    async def build(self) -> Any:
         """Engine message to HTTP response."""
         rows = self.decoder.decode(self.message).outputs[0].routed_experts
         prompt_rows, rows = rows[: self.prompt], rows[self.prompt :]
         if self.form == "stock lists":
             return self._stock(prompt_rows, rows)
-        return self._ours(prompt_rows, rows)
+        return await self._ours(prompt_rows, rows)
 
-    def _respond(self, choice_fields: dict[str, Any], top_fields: dict[str, Any]) -> Any:
+    def _respond(self, prompt_rows: Any = None, rows: Any = None) -> Any:
         from vllm.entrypoints.openai.engine.protocol import UsageInfo
 
-        choice = self.choice(index=0, text="x", token_ids=self.token_ids, **choice_fields)
-        return self.response(model="m", choices=[choice], usage=UsageInfo(), **top_fields)
+        choice = self.choice(index=0, text="x", token_ids=self.token_ids, routed_experts=rows)
+        fields = {"usage": UsageInfo(), "prompt_routed_experts": prompt_rows}
+        return self.response(model="m", choices=[choice], **fields)
 
     def _stock(self, prompt_rows: np.ndarray, rows: np.ndarray) -> Any:
         from fastapi.responses import JSONResponse
 
-        model = self._respond(
-            {"routed_experts": rows.tolist()}, {"prompt_routed_experts": prompt_rows.tolist()}
-        )
+        model = self._respond(prompt_rows.tolist(), rows.tolist())
         return JSONResponse(content=model.model_dump())
 
-    def _ours(self, prompt_rows: np.ndarray, rows: np.ndarray) -> Any:
-        from vllm.entrypoints.serve.routed_experts.frontend import RoutedExpertsAnswer
+    async def _ours(self, prompt_rows: np.ndarray, rows: np.ndarray) -> Any:
+        from vllm.entrypoints.serve.routed_experts.answer import RoutedExpertsAnswer
         from vllm.entrypoints.serve.routed_experts.protocol import RoutedExpertsMeta
         from vllm.entrypoints.serve.routed_experts.splice import json_response
         from vllm.outputs import CompletionOutput, RequestOutput
@@ -116,8 +116,10 @@ class Answers:
             prompt_routed_experts=prompt_rows,
         )
         answer = RoutedExpertsAnswer(meta)
-        choice_fields = answer.choice_fields(result, output, len(self.token_ids))
-        return json_response(self._respond(choice_fields, answer.top_fields()))
+        answer.take(result)
+        response = self._respond()
+        answer.fill(response)
+        return await json_response(response)
 
 
 def serve(port: int, form: str, tokens: int) -> None:
@@ -127,12 +129,19 @@ def serve(port: int, form: str, tokens: int) -> None:
 
     app, answers, held = FastAPI(), Answers(form, tokens), [0.0]
 
+    @app.on_event("startup")
+    async def watch_the_loop() -> None:
+        async def watch() -> None:
+            while True:
+                begin = time.perf_counter()
+                await asyncio.sleep(0.001)
+                held[0] = max(held[0], time.perf_counter() - begin - 0.001)
+
+        app.state.watch = asyncio.create_task(watch())
+
     @app.get("/answer")
     async def answer() -> Any:
-        begin = time.perf_counter()
-        response = answers.build()
-        held[0] = max(held[0], time.perf_counter() - begin)
-        return response
+        return await answers.build()
 
     @app.get("/spent")
     async def spent() -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from forked import run_vllm
 from server_fixture import CHAT, ENDPOINTS, decode, request, seeded_prompt
 
 PROMPT = seeded_prompt(13, 23)
@@ -83,27 +82,3 @@ def test_more_than_256_experts_come_as_int16(flagged):
             assert answer.meta["dtype"] == "int16"
             biggest = max(biggest, decode(answer.prompt_rows, encoding, "int16").max())
     assert biggest > 255
-
-
-def test_help_describes_both_flags(tmp_path):
-    for flag, values in (("encoding", "{npy,list}"), ("layout", "{split,full}")):
-        options = dict(log_path=tmp_path / flag)
-        status, shown = run_vllm("serve", f"--help=routed-experts-{flag}", **options)
-        assert status == 0 and f"--routed-experts-{flag}" in shown
-        assert all(value in shown for value in values.strip("{}").split(","))
-
-
-def test_unknown_value_of_a_flag_is_a_usage_error(tmp_path):
-    words = ("serve", "nothing", "--routed-experts-encoding", "json")
-    status, shown = run_vllm(*words, log_path=tmp_path / "log")
-    assert status == 2
-    assert "invalid choice: 'json' (choose from" in shown
-
-
-def test_flags_do_not_change_the_compiled_graph(models):
-    from vllm.config import ModelConfig
-
-    def graph(**flags):
-        return ModelConfig(str(models("moe")), **flags).compute_hash()
-
-    assert graph() == graph(routed_experts_encoding="list", routed_experts_layout="full")

@@ -4,6 +4,7 @@
 
 import pytest
 
+from vllm.config import ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -37,3 +38,15 @@ def test_other_values_are_refused(words: list[str], capsys):
     with pytest.raises(SystemExit):
         parse(*words)
     assert f"argument {words[0]}: invalid choice" in capsys.readouterr().err
+
+
+def test_help_describes_both_flags():
+    text = EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+    assert "--routed-experts-encoding {list,npy}" in text
+    assert "--routed-experts-layout {full,split}" in text
+
+
+def test_flags_do_not_change_the_compiled_graph(model: str):
+    flags = {"routed_experts_encoding": "list", "routed_experts_layout": "full"}
+    plain, other = ModelConfig(model), ModelConfig(model, **flags)
+    assert plain.compute_hash() == other.compute_hash()

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Fields of routed experts on /inference/v1/generate."""
 
-import inspect
-
 import pytest
 from pydantic import ValidationError
 
@@ -13,7 +11,6 @@ from vllm.entrypoints.serve.disagg.protocol import (
     GenerateResponseChoice,
     GenerateResponseStreamChoice,
 )
-from vllm.entrypoints.serve.disagg.serving import ServingTokens
 
 NAMES = {"routed_experts", "prompt_routed_experts", "routed_experts_meta"}
 
@@ -92,15 +89,3 @@ def test_answer_without_rows_has_none_of_the_fields():
     assert not NAMES & choice.model_dump().keys()
     streamed = GenerateResponseStreamChoice(index=0, token_ids=[1])
     assert not NAMES & streamed.model_dump().keys()
-
-
-def test_generators_take_what_subclasses_know():
-    def parameters(name: str) -> str:
-        return " ".join(inspect.signature(getattr(ServingTokens, name)).parameters)
-
-    assert parameters("serve_tokens_stream_generator") == (
-        "self request result_generator request_id model_name request_metadata"
-    )
-    assert parameters("serve_tokens_full_generator") == (
-        "self request result_generator request_id model_name request_metadata"
-    )
