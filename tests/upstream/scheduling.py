@@ -367,6 +367,10 @@ class Engine:
         for i, token_id in enumerate(answer.token_ids):
             assert token_id == next_token(answer.prompt + answer.token_ids[:i])
 
+    def assert_all_rows(self) -> None:
+        for request_id in self.answers:
+            self.assert_rows(request_id)
+
     def assert_rows(self, request_id: str, start: int = 0) -> None:
         """The answer has one row for each token but the last, each of the right pass."""
         answer = self.answers[request_id]

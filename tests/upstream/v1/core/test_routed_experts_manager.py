@@ -77,8 +77,7 @@ def test_requests_of_one_batch_do_not_get_each_other_s_rows(
         engine.add(f"r{i}", [30 + i] * (3 * i + 1), max_tokens=2 + i)
     engine.run()
     assert len(engine.steps[0].num_scheduled_tokens) == 6
-    for i in range(6):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -129,8 +128,7 @@ def test_a_request_with_a_stop_string_gets_its_rows_once_when_it_ends(
     stopped = [r for r, a in engine.answers.items() if not a.finish_reason]
     assert any(engine.num_preemptions(request_id) for request_id in stopped)
     engine.abort_and_answer(*stopped)
-    for request_id in engine.answers:
-        engine.assert_rows(request_id)
+    engine.assert_all_rows()
 
 
 def test_a_request_that_wants_no_rows_gets_none_and_its_neighbour_does(
@@ -205,8 +203,7 @@ def test_a_hit_on_blocks_that_the_same_step_fills_returns_rows(
     engine.run()
     assert [num_hits(engine, f"r{i}") for i in range(4)] == [0, 8, 8, 8]
     assert chunks(engine, "r3")[0] == 4
-    for i in range(4):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
 
 
 def test_a_block_evicted_from_the_prefix_cache_is_computed_and_read_anew(
@@ -252,8 +249,7 @@ def test_chunks_that_end_inside_and_at_the_edge_of_blocks_lose_no_row(
     engine.run()
     assert chunks(engine, "a")[:2] == [budget, budget]
     assert len({count % BLOCK_SIZE for count in chunks(engine, "b")}) > 1
-    engine.assert_rows("a")
-    engine.assert_rows("b")
+    engine.assert_all_rows()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -266,8 +262,7 @@ def test_many_requests_on_one_long_prefix_in_chunks_all_return_every_row(
         engine.add(f"r{i}", [*prefix[: 45 - i % 7], 900 + i], max_tokens=3)
     engine.run()
     assert sum(num_hits(engine, f"r{i}") > 0 for i in range(32)) > 20
-    for i in range(32):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
 
 
 # Preemption: the first pass wins.
@@ -289,8 +284,7 @@ def test_rows_after_preemption_are_those_of_the_first_pass(
     run_under_pressure(engine)
     preempted = [f"r{i}" for i in range(4) if engine.num_preemptions(f"r{i}")]
     assert preempted
-    for i in range(4):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
     # It was computed again, in chunks that start anew.
     for request_id in preempted:
         assert sum(chunks(engine, request_id)) > len(engine.answers[request_id].rows)
@@ -303,8 +297,7 @@ def test_rows_after_several_preemptions_are_those_of_the_first_pass(
     engine = make(14, is_async=is_async)
     run_under_pressure(engine, max_tokens=30)
     assert max(engine.num_preemptions(f"r{i}") for i in range(4)) >= 2
-    for i in range(4):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
 
 
 def steps_of(engine: Engine, request_id: str) -> list[int]:
@@ -327,8 +320,7 @@ def test_a_prompt_preempted_between_its_chunks_has_rows_of_the_pass_that_finishe
     first, resumed = steps_of(engine, "victim")[0], steps_of(engine, "victim")[12]
     assert first < resumed
     assert steps_of(engine, "victim")[:22] == [first] * 12 + [resumed] * 10
-    engine.assert_rows("grows")
-    engine.assert_rows("victim")
+    engine.assert_all_rows()
 
 
 def test_a_request_preempted_while_it_is_computed_again_keeps_the_rows_of_its_tokens(
@@ -366,27 +358,18 @@ def preempt_in_flight(engine: Engine, request_id: str) -> SchedulerOutput:
     raise AssertionError(f"{request_id} was never preempted")
 
 
-def test_a_row_in_flight_at_the_preemption_is_that_of_the_first_pass(make: MakeEngine):
+def test_a_row_in_flight_at_the_preemption_is_kept_and_not_given_to_its_new_owner(
+    make: MakeEngine,
+):
     engine = make(8, is_async=True)
     engine.add("grows", [1] * 9, max_tokens=20)
     engine.add("victim", [2] * 9, max_tokens=8)
     preempt_in_flight(engine, "victim")
     in_flight = engine.runner.step - 1
+    assert engine.runner.blocks("victim") & engine.runner.blocks("grows")
     engine.run()
-    engine.assert_rows("victim")
-    # The row that was on its way when the blocks went to the other request.
-    assert in_flight in engine.answers["victim"].rows[:, 0, 3]
-
-
-def test_the_blocks_lost_in_flight_hold_their_new_owner_s_rows(make: MakeEngine):
-    engine = make(8, is_async=True)
-    engine.add("grows", [1] * 9, max_tokens=20)
-    engine.add("victim", [2] * 9, max_tokens=8)
-    preempt_in_flight(engine, "victim")
-    victim_blocks = engine.runner.blocks("victim")
-    assert victim_blocks & engine.runner.blocks("grows")
-    engine.run()
-    engine.assert_rows("grows")
+    engine.assert_all_rows()
+    assert in_flight in steps_of(engine, "victim")
 
 
 def test_a_request_that_finishes_in_flight_after_its_preemption_returns_rows(
@@ -420,8 +403,7 @@ def test_rows_of_a_hit_that_the_lost_step_itself_filled_are_those_of_the_first_p
     assert {"fills", "hits"} <= engine.steps[-1].preempted_req_ids
     assert lost <= set().union(*(engine.runner.blocks(f"r{i}") for i in range(6)))
     engine.run()
-    engine.assert_rows("fills")
-    engine.assert_rows("hits")
+    engine.assert_all_rows()
 
 
 def test_a_block_got_in_the_schedule_that_preempts_brings_no_row_of_its_former_owner(
@@ -472,37 +454,25 @@ def test_nothing_is_kept_beside_the_table_once_requests_are_done(make: MakeEngin
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3, None])
 def test_rejected_drafts_leave_nothing(
-    make: MakeEngine, is_async: bool, num_right: int
+    make: MakeEngine, is_async: bool, num_right: int | None
 ):
     engine = make(64, is_async=is_async, num_drafts=3)
-    engine.runner.num_accepted = lambda request_id, step: num_right
-    engine.add("a", PROMPT, max_tokens=17)
-    engine.add("b", PROMPT[:5], max_tokens=14)
-    engine.run()
-    assert any(step.scheduled_spec_decode_tokens for step in engine.steps)
-    if num_right < 3:
-        # Rejected drafts did reach the KV cache.
-        assert any(row[0, 0] == REJECTED for row in engine.runner.kv_cache.values())
-    for request_id in "ab":
-        engine.assert_rows(request_id)
-        assert REJECTED not in engine.answers[request_id].rows
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_rejected_drafts_leave_nothing_when_each_step_accepts_another_number(
-    make: MakeEngine, is_async: bool
-):
-    engine = make(64, is_async=is_async, num_drafts=3)
+    # None: another number in each step of each request.
     engine.runner.num_accepted = lambda request_id, step: (
-        (step * 7 + ord(request_id)) % 4
+        (step * 7 + ord(request_id)) % 4 if num_right is None else num_right
     )
     for i, request_id in enumerate("abcd"):
-        engine.add(request_id, [50 + i] * (3 + i), max_tokens=20)
+        engine.add(request_id, [50 + i] * (3 + i), max_tokens=14 + i)
     engine.run()
-    for request_id in "abcd":
-        engine.assert_rows(request_id)
+    assert any(step.scheduled_spec_decode_tokens for step in engine.steps)
+    if num_right != 3:
+        # Rejected drafts did reach the KV cache.
+        assert any(row[0, 0] == REJECTED for row in engine.runner.kv_cache.values())
+    for answer in engine.answers.values():
+        assert REJECTED not in answer.rows
+    engine.assert_all_rows()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -515,8 +485,7 @@ def test_rejected_drafts_leave_nothing_after_preemption(
     )
     run_under_pressure(engine)
     assert any(engine.num_preemptions(f"r{i}") for i in range(4))
-    for i in range(4):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
 
 
 def test_drafts_in_flight_at_the_preemption_are_kept_as_far_as_they_were_right(
@@ -562,8 +531,7 @@ def test_a_long_run_on_few_blocks_never_shows_an_earlier_owner_s_row(
             max_tokens=1 + i % 7,
         )
     engine.run()
-    for i in range(60):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
 
 
 def test_rows_that_come_after_their_request_was_aborted_do_not_reach_the_next_owner(
@@ -807,42 +775,35 @@ def test_a_missing_row_of_an_aborted_request_is_reported_beside_the_others_rows(
 # Metrics.
 
 
-def take_stats(engine: Engine):
-    return engine.scheduler.routed_experts_manager.take_stats()
-
-
 def test_stats_count_rows_stored_and_returned_since_the_last_call(make: MakeEngine):
     engine = make(32, log_stats=False)
     engine.add("a", PROMPT, max_tokens=4)
     engine.add("b", PROMPT[:2], max_tokens=4, return_routed_experts=False)
     engine.run()
-    stats = take_stats(engine)
+    stats = engine.scheduler.routed_experts_manager.take_stats()
     assert stats.num_rows_stored == (11 + 3) + (2 + 3)
     assert stats.num_rows_returned == 11 + 3
     assert stats.num_bytes_returned == (11 + 3) * 3 * 4 * 2
     assert stats.num_invalid_reads == 0
     assert stats.table_bytes == engine.table.nbytes
-    stats = take_stats(engine)
+    stats = engine.scheduler.routed_experts_manager.take_stats()
     assert (stats.num_rows_stored, stats.num_rows_returned) == (0, 0)
     assert stats.table_bytes == engine.table.nbytes
 
 
-def test_stats_count_each_request_that_a_missing_row_failed(make: MakeEngine):
-    engine = make(32, log_stats=False)
-    engine.runner.loses = lambda request_id, position, step: position == 1
-    engine.add("a", [1, 2, 3], max_tokens=2)
-    engine.add("b", [4, 5, 6], max_tokens=2)
-    engine.run()
-    assert take_stats(engine).num_invalid_reads == 2
-
-
-def test_stats_reach_the_scheduler_s_stats(make: MakeEngine):
+def test_stats_reach_the_scheduler_s_stats_with_each_request_that_a_missing_row_failed(
+    make: MakeEngine,
+):
     engine = make(32)
-    engine.add("a", PROMPT, max_tokens=1)
-    scheduled, output = engine.scheduler.schedule(), None
-    output = engine.runner.execute(scheduled)
-    outputs = engine.scheduler.update_from_output(scheduled, output)
-    assert outputs[0].scheduler_stats.routed_experts_stats.num_rows_stored == 11
+    engine.runner.loses = lambda request_id, position, step: position == 1
+    engine.add("a", [1, 2, 3], max_tokens=1)
+    engine.add("b", [4, 5, 6], max_tokens=1)
+    scheduled = engine.scheduler.schedule()
+    outputs = engine.scheduler.update_from_output(
+        scheduled, engine.runner.execute(scheduled)
+    )
+    stats = outputs[0].scheduler_stats.routed_experts_stats
+    assert (stats.num_rows_stored, stats.num_invalid_reads) == (4, 2)
 
 
 # Which slots.
@@ -857,8 +818,7 @@ def test_rows_of_a_hybrid_model_go_by_the_slots_of_its_full_attention_group(
     engine.run()
     # Blocks of both groups come from one pool, of which the table has every slot.
     assert engine.table.shape[0] == 41 * BLOCK_SIZE
-    for i in range(6):
-        engine.assert_rows(f"r{i}")
+    engine.assert_all_rows()
 
 
 def test_a_model_without_full_attention_is_refused(make: MakeEngine):

@@ -176,56 +176,6 @@ def test_an_engine_in_process_answers_before_its_next_step(engine: Engine):
     assert client.get_output() == "the step"
 
 
-class FrontEnd(AsyncLLM):
-    """What AsyncLLM.abort() talks to, recording what it says."""
-
-    def __init__(self, awaiting: dict[str, list[str]], enabled: bool = True) -> None:
-        self.said: list[tuple[str, list[str]]] = []
-        self.model_config = SimpleNamespace(enable_return_routed_experts=enabled)
-        self.log_requests = False
-        self.output_processor = SimpleNamespace(
-            awaiting_routed_experts=lambda request_id: awaiting.get(request_id, []),
-            abort_requests=lambda ids, internal: [f"internal {i}" for i in ids],
-        )
-        self.engine_core = SimpleNamespace(
-            abort_and_answer_async=self._tell("answer"),
-            abort_requests_async=self._tell("abort"),
-        )
-
-    def __del__(self):
-        pass
-
-    def _tell(self, what: str):
-        async def tell(request_ids):
-            if request_ids:
-                self.said.append((what, list(request_ids)))
-
-        return tell
-
-
-@pytest.mark.parametrize(
-    ("request_ids", "said"),
-    [
-        ("a", [("answer", ["0_a", "1_a"])]),
-        (("a",), [("answer", ["0_a", "1_a"])]),
-        (["a", "b"], [("answer", ["0_a", "1_a"]), ("abort", ["internal b"])]),
-    ],
-)
-def test_the_engine_ends_requests_that_wait_for_rows_and_the_front_end_others(
-    request_ids, said: list
-):
-    front_end = FrontEnd({"a": ["0_a", "1_a"]})
-    asyncio.run(front_end.abort(request_ids))
-    assert front_end.said == said
-
-
-@pytest.mark.parametrize(("enabled", "internal"), [(False, False), (True, True)])
-def test_client_that_went_away_gets_nothing(enabled: bool, internal: bool):
-    front_end = FrontEnd({"a": ["0_a"]}, enabled)
-    asyncio.run(front_end.abort("a", internal=internal))
-    assert front_end.said == [("abort", ["internal a"])]
-
-
 # The front end's half.
 
 
@@ -369,20 +319,59 @@ def test_a_stop_string_of_a_request_without_rows_ends_it_at_once(
     assert (stopped.reqs_to_abort, stopped.reqs_to_answer) == (["a"], [])
 
 
-def test_requests_that_wait_for_rows_are_found_by_their_external_id(
-    processor: OutputProcessor,
+class FrontEnd(AsyncLLM):
+    """What AsyncLLM.abort() needs, recording what it tells the engine."""
+
+    def __init__(self, output_processor: OutputProcessor) -> None:
+        self.told: list[tuple[str, list[str]]] = []
+        self.log_requests = False
+        self.output_processor = output_processor
+        self.engine_core = SimpleNamespace(
+            abort_and_answer_async=self._tell("answer"),
+            abort_requests_async=self._tell("abort"),
+        )
+
+    def __del__(self):
+        pass
+
+    def _tell(self, what: str):
+        async def tell(request_ids):
+            if request_ids:
+                self.told.append((what, list(request_ids)))
+
+        return tell
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "internal", "told"),
+    [
+        ("with", False, [("answer", ["with"])]),
+        (("both",), False, [("answer", ["0_both", "1_both"])]),
+        (["without"], False, [("abort", ["without"])]),
+        (["session", "unknown"], False, [("abort", ["session"])]),
+        (["with", "without"], False, [("answer", ["with"]), ("abort", ["without"])]),
+        # A client that went away gets nothing.
+        (["with"], True, [("abort", ["with"])]),
+    ],
+)
+def test_the_engine_ends_requests_that_wait_for_rows_and_the_front_end_others(
+    processor: OutputProcessor, request_ids, internal: bool, told: list
 ):
     add(processor, "with")
     add(processor, "both", n=2)
     add(processor, "without", return_routed_experts=False)
     add(processor, "session", resumable=True)
-    awaiting = processor.awaiting_routed_experts
-    assert awaiting("with") == ["with"]
-    assert awaiting("both") == ["0_both", "1_both"]
-    assert awaiting("without") == awaiting("session") == awaiting("unknown") == []
-    assert "unknown" not in processor.external_req_ids
+    front_end = FrontEnd(processor)
+    asyncio.run(front_end.abort(request_ids, internal=internal))
+    assert front_end.told == told
+
+
+def test_a_choice_that_has_ended_is_not_waited_for(processor: OutputProcessor):
+    add(processor, "both", n=2)
     send(processor, "0_both", finish_reason=FinishReason.ABORT)
-    assert awaiting("both") == ["1_both"]
+    front_end = FrontEnd(processor)
+    asyncio.run(front_end.abort("both"))
+    assert front_end.told == [("answer", ["1_both"])]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
