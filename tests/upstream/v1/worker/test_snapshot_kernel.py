@@ -7,9 +7,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 import interpreted_snapshots
+import pytest
 from interpreted_snapshots import CASES, ENVIRONMENT
 
 
