@@ -156,4 +156,4 @@ def engine(
 def seeded_prompts(seed: int, lengths: list[int]) -> list[list[int]]:
     """Random prompts without special tokens, the same for the same seed."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, 509, n).tolist() for n in lengths]
+    return [rng.integers(0, END, n).tolist() for n in lengths]

@@ -152,7 +152,8 @@ def used_by(item: pytest.Item) -> list[str]:
 
 def sort_by_use(items: list[pytest.Item]) -> None:
     """Put tests that use the same next to each other, in the order of the first of each."""
+    used = {item: tuple(used_by(item)) or (str(item.path),) for item in items}
     places: dict[tuple[str, ...], int] = {}
-    for item in items:
-        places.setdefault(tuple(used_by(item)) or (str(item.path),), len(places))
-    items.sort(key=lambda item: places[tuple(used_by(item)) or (str(item.path),)])
+    for what in used.values():
+        places.setdefault(what, len(places))
+    items.sort(key=lambda item: places[used[item]])

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import httpx
 import numpy as np
 from cpu_platform import ENV
+from engines import seeded_prompts
 from forked import ForkedServer
 from oracle_checks import check_rows
 
@@ -30,7 +31,6 @@ from vllm_r3.replay.oracle import Oracle
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 ENDPOINTS = {"generate": GENERATE, "completions": COMPLETIONS, "chat": CHAT}
-END = 509  # the tokenizer's end of text
 MODEL_LEN = 1024
 GENERATED = "generation_tokens_total"
 SERVER_ENV = ENV | {"VLLM_SERVER_DEV_MODE": "1"}  # /pause and /resume
@@ -261,7 +261,7 @@ OURS = (
 
 def seeded_prompt(seed: int, length: int) -> list[int]:
     """A random prompt without special tokens, the same for the same seed."""
-    return np.random.default_rng(seed).integers(0, END, length).tolist()
+    return seeded_prompts(seed, [length])[0]
 
 
 @contextlib.contextmanager

@@ -376,7 +376,7 @@ def test_ten_thousand_short_prompts_do_not_grow_memory(running, fresh):
     rng = np.random.default_rng(35)
     sizes = []
     for _ in range(5):
-        prompts = [rng.integers(0, 509, 3 + i % 4).tolist() for i in range(2000)]
+        prompts = [rng.integers(0, END, 3 + i % 4).tolist() for i in range(2000)]
         outputs = running.generate(prompts, max_tokens=2)
         running.compare(prompts[-1], outputs[-1])
         del outputs

@@ -6,7 +6,8 @@ Tokens are forced with a bias, so that every finish comes after some generated t
 from __future__ import annotations
 
 import pytest
-from server_fixture import END, ENDPOINTS, MODEL_LEN, request, seeded_prompt
+from engines import END
+from server_fixture import ENDPOINTS, MODEL_LEN, request, seeded_prompt
 
 STOP = 70
 PROMPT = seeded_prompt(1, 37)

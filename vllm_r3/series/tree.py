@@ -63,11 +63,16 @@ def import_series(
     return Git(dest)
 
 
+def require_empty(dest: Path) -> None:
+    """Refuse a folder that holds something, or a path that is no folder."""
+    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
+        raise R3Error(f"{dest}: expected a new or empty folder, found files; choose another one")
+
+
 @contextlib.contextmanager
 def new_tree(dest: Path) -> Iterator[Git]:
     """Make a git tree beside `dest`, new or empty, and move it there if all goes well."""
-    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise R3Error(f"{dest}: expected a new or empty folder, found files; choose another one")
+    require_empty(dest)
     dest.parent.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(prefix=f".{dest.name}-", dir=dest.parent))
     try:

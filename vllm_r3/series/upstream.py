@@ -17,7 +17,7 @@ from vllm_r3.errors import R3Error
 from vllm_r3.series.folder import Series, read_toml
 from vllm_r3.series.git import Git
 from vllm_r3.series.patch import Patch
-from vllm_r3.series.tree import AM, BASE, ONTO, commit_base, new_tree
+from vllm_r3.series.tree import AM, BASE, ONTO, commit_base, new_tree, require_empty
 
 INDEX = "tests.toml"
 SENDER = "Your Name <your.email@example.com>"
@@ -38,8 +38,7 @@ def export_upstream(
     """
     if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+@[^<>\s]+>", sender):
         raise R3Error(f"--sign-off: expected 'Name <address>', got {sender!r}")
-    if dest.exists() and (not dest.is_dir() or any(dest.iterdir())):
-        raise R3Error(f"{dest}: expected a new or empty folder, found files; choose another one")
+    require_empty(dest)
     tests = read_tests(series)
     with tempfile.TemporaryDirectory() as temp, new_tree(Path(temp) / "tree") as git:
         commit_base(git, sources, f"vLLM {series.pin.vllm}")
