@@ -24,7 +24,16 @@ from data_parallel_engines import CASES, MAX_TOKENS, PROMPTS, RANKS, TURNS, run_
 from forked import Forked
 from oracle_checks import check_greedy, check_rows
 from pool import count_start
-from server_fixture import ENDPOINTS, Answer, Kit, read_answer, request, seeded_prompt
+from server_fixture import (
+    ENDPOINTS,
+    GENERATE,
+    Answer,
+    Kit,
+    read_answer,
+    request,
+    seeded_prompt,
+    wait_for,
+)
 
 LIMIT = 300  # seconds for one engine
 NUM_ASKED = 16  # of the server, in a round
@@ -151,3 +160,26 @@ def test_rows_of_a_server_with_two_ranks_and_two_api_processes_equal_the_oracle(
     assert sum(counted.values()) == len(answers), counted
     assert min(counted["0"], counted["1"]) >= len(answers) // 4, counted
     assert api_processes(two_ranks) == {0, 1}
+
+
+def test_requests_of_either_api_process_are_aborted_by_id(two_ranks):
+    """Each on a connection of its own, so that the kernel spreads them over the processes."""
+    body = request("generate", seeded_prompt(3, 20), max_tokens=900, ignore_eos=True)
+
+    def ask_named(i: int) -> Answer:
+        headers = {"X-Request-Id": f"long-{i}"}
+        answer = httpx.post(two_ranks.url + GENERATE, json=body, headers=headers, timeout=120)
+        return read_answer(answer.json())
+
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(ask_named, i) for i in range(8)]
+        wait_for(lambda: two_ranks.metric("num_requests_running") == 8, "all of them")
+        names = {"request_ids": [f"long-{i}" for i in range(8)]}
+        status, told = two_ranks.post("/inference/v1/abort_requests", names)
+        answers = [job.result() for job in jobs]
+    assert (status, told) == (200, {"status": "aborted", "aborted": 8})
+    for answer in answers:
+        choice = answer.choices[0]
+        assert choice.finish_reason == "abort"
+        if choice.tokens:  # else it ended before the first
+            two_ranks.check_choice(answer, choice, body["token_ids"], "aborted")

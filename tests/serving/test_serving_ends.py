@@ -1,4 +1,4 @@
-"""Requests that end early: by /pause?mode=abort, or because the client went away."""
+"""Requests that end early: by /pause?mode=abort, by id, or because the client went away."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from server_fixture import (
     HOST,
     aborted,
     decode,
+    read_answer,
+    read_chunks,
     request,
     seeded_prompt,
     wait_for,
@@ -24,6 +26,7 @@ from server_fixture import (
 from vllm_r3.checks.rows import differing_cells
 
 PROMPT = seeded_prompt(10, 30)
+BY_ID = "/inference/v1/abort_requests"
 LONG = {"max_tokens": 900, "ignore_eos": True}
 both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 all_endpoints = pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -109,6 +112,78 @@ def test_client_that_goes_away_leaves_nothing_running(kit, endpoint, stream):
     connection.close()
     wait_for(lambda: running(kit) == 0, "no request running")
     assert kit.metric(GENERATED) < before + 16 * 900
+
+
+def abort_requests(kit, path="/abort_requests", **body):
+    """Number of requests that were ended."""
+    status, answer = kit.post(path, body)
+    assert (status, answer["status"]) == (200, "aborted"), answer
+    return answer["aborted"]
+
+
+def ask_named(kit, name, endpoint, body):
+    headers = {"X-Request-Id": name}
+    if body.get("stream"):
+        with kit.client.stream("POST", ENDPOINTS[endpoint], json=body, headers=headers) as answer:
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        return read_chunks([json.loads(line) for line in lines[:-1]])
+    return read_answer(kit.client.post(ENDPOINTS[endpoint], json=body, headers=headers).json())
+
+
+def test_requests_aborted_by_id_carry_their_rows_and_leave_others_alone(kit):
+    """Of 60, on all endpoints, one in five streams: 48 are ended, running or waiting."""
+    names = [*ENDPOINTS] * 20
+    bodies = {}
+    for number, endpoint in enumerate(names):
+        options = LONG | ({"max_tokens": 40} if number % 5 == 4 else {})
+        body = request(endpoint, seeded_prompt(100 + number, 10 + number), **options)
+        bodies[f"{number}-of-60"] = endpoint, body | {"stream": number % 5 == 0}
+    to_abort = [name for number, name in enumerate(bodies) if number % 5 != 4]
+    done = kit.metric(GENERATED)
+    with ThreadPoolExecutor(61) as pool:
+        jobs = {name: pool.submit(ask_named, kit, name, *named) for name, named in bodies.items()}
+        wait_for(lambda: kit.metric(GENERATED) > done + 600, "tokens of most")
+        assert abort_requests(kit, BY_ID, request_ids=[*to_abort, "unknown"]) == len(to_abort)
+        answers = {name: job.result() for name, job in jobs.items()}
+    wait_for(lambda: running(kit) == 0, "no request running")
+    for name, answer in answers.items():
+        choice, (_, body) = answer.choices[0], bodies[name]
+        assert choice.finish_reason == ("abort" if name in to_abort else "length")
+        if choice.tokens:
+            prompt = choice.prompt or answer.prompt or body["token_ids"]
+            kit.check_choice(answer, choice, prompt, name)
+    assert sum(bool(answers[name].choices[0].tokens) for name in to_abort) > 10
+    assert all(len(answers[name].choices[0].tokens) < 900 for name in to_abort)
+
+
+@both_ways
+def test_choices_and_prompts_of_an_id_are_aborted_together(kit, stream):
+    several = {"prompt": [PROMPT, PROMPT[:9]]}
+    body = request("completions", PROMPT, n=2, temperature=1.0, **LONG) | several
+    before = kit.metric(GENERATED)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(ask_named, kit, "both", "completions", body | {"stream": stream})
+        wait_for(lambda: kit.metric(GENERATED) > before + 20, "tokens")
+        assert abort_requests(kit, request_ids=["cmpl-both"]) == 2  # prompts
+        answer = job.result()
+    assert sorted(answer.choices) == [0, 1, 2, 3]
+    for index, choice in answer.choices.items():
+        assert choice.finish_reason == "abort"
+        kit.check_choice(answer, choice, choice.prompt or several["prompt"][index // 2], str(index))
+
+
+def test_abort_of_all_pauses_nothing(kit):
+    before = kit.metric(GENERATED)
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [
+            pool.submit(kit.ask, GENERATE, request("generate", PROMPT, **LONG)) for _ in range(8)
+        ]
+        wait_for(lambda: kit.metric(GENERATED) > before + 40, "tokens")
+        assert abort_requests(kit) == 8
+        answers = [job.result() for job in jobs]
+    assert {a.choices[0].finish_reason for a in answers} == {"abort"}
+    kit.check(GENERATE, request("generate", PROMPT))  # without a resume
+    assert abort_requests(kit) == 0
 
 
 def test_a_slow_reader_gets_every_row_once(kit):
