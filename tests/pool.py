@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from engines import engine
-from server_fixture import Kit, serving
+from server_fixture import API_KEY, Kit, serving
 
 from vllm_r3.replay.oracle import Oracle
 
@@ -68,6 +68,7 @@ class Serve:
         return serving(models(self.kind), oracles(self.kind), log, *self.options, **self.more)
 
 
+FILE_TTL, DIR_BYTES = 6, 60_000  # seconds, bytes: less than 200 answers have
 CHUNKS = dict(max_num_batched_tokens=40)  # prompts are prefilled in chunks that end inside blocks
 
 
@@ -88,7 +89,7 @@ CONFIGURATIONS: dict[str, InProcess | Serve] = {
     "moe-draft-model": InProcess("moe", drafts("draft_model"), draft="draft"),
     "eagle": InProcess("drafted-moe", drafts("eagle"), draft="eagle"),
     "glm4-mtp": InProcess("drafted-glm4", drafts("mtp")),
-    "kit": Serve("dense-between"),
+    "kit": Serve("dense-between", (), dict(rows_dir=True)),
     "flagged": Serve(
         "wide",
         (
@@ -101,8 +102,12 @@ CONFIGURATIONS: dict[str, InProcess | Serve] = {
     # with two API processes
     "two_ranks": Serve(
         "moe",
-        ("--data-parallel-size", "2", "--max-num-batched-tokens", "64"),
-        dict(data_parallel=True),
+        (
+            *("--data-parallel-size", "2", "--max-num-batched-tokens", "64"),
+            *("--api-key", API_KEY, "--routed-experts-file-ttl", str(FILE_TTL)),
+            *("--routed-experts-dir-bytes", str(DIR_BYTES)),
+        ),
+        dict(data_parallel=True, rows_dir=True),
     ),
     "bfloat16": Serve("moe", ("--dtype", "bfloat16")),
 }

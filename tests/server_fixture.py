@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
 import io
 import json
 import time
@@ -31,6 +32,7 @@ from vllm_r3.replay.oracle import Oracle
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 ENDPOINTS = {"generate": GENERATE, "completions": COMPLETIONS, "chat": CHAT}
+API_KEY = "tests"  # of a server that asks for one
 MODEL_LEN = 1024
 GENERATED = "generation_tokens_total"
 SERVER_ENV = ENV | {"VLLM_SERVER_DEV_MODE": "1"}  # /pause and /resume
@@ -82,10 +84,14 @@ def decode(value: Any, encoding: str, dtype: str) -> np.ndarray:
 class Kit:
     """A running server, its address and the oracle of its model."""
 
-    def __init__(self, server: Server, model_dir: Path, oracle: Oracle) -> None:
+    def __init__(
+        self, server: Server, model_dir: Path, oracle: Oracle, rows_dir: Path | None = None
+    ) -> None:
         self.server, self.model_dir, self.oracle = server, model_dir, oracle
+        self.rows_dir = rows_dir
         self.url = f"http://{HOST}:{server.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=120)
+        key = {"Authorization": f"Bearer {API_KEY}"}
+        self.client = httpx.Client(base_url=self.url, timeout=120, headers=key)
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         """Status and parsed body."""
@@ -153,15 +159,29 @@ class Kit:
         assert meta is not None
         start, num_prompt = meta["start"], len(prompt)
         sides = (meta["num_layers"], meta["top_k"])
-        rows = decode(choice.rows, meta["encoding"], meta["dtype"]).reshape(-1, *sides)
+        rows = self.decode(choice.rows, meta).reshape(-1, *sides)
         if meta["layout"] == "full":
             assert answer.prompt_rows is None and choice.prompt_rows is None, where
             prompt_rows, rows = rows[: num_prompt - start], rows[num_prompt - start :]
         else:
             found = answer.prompt_rows if choice.prompt_rows is None else choice.prompt_rows
-            prompt_rows = decode(found, meta["encoding"], meta["dtype"]).reshape(-1, *sides)
+            prompt_rows = self.decode(found, meta).reshape(-1, *sides)
         truth = self.oracle.truth([*prompt, *choice.tokens])
         check_rows(self.oracle, truth, num_prompt, prompt_rows, rows, start, where)
+
+    def decode(self, value: Any, meta: dict[str, Any]) -> np.ndarray:
+        """Rows of one field, in any encoding."""
+        if meta["encoding"] != "file":
+            return decode(value, meta["encoding"], meta["dtype"])
+        assert self.rows_dir and value["name"] == Path(value["name"]).name
+        data = (self.rows_dir / value["name"]).read_bytes()
+        assert value | {"name": ""} == file_facts(data)
+        return decode(base64.b64encode(data).decode(), "npy", meta["dtype"])
+
+
+def file_facts(data: bytes) -> dict[str, Any]:
+    """What an answer says of a file with these bytes, but for its name."""
+    return {"name": "", "nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
@@ -272,9 +292,14 @@ def serving(
     *options: str,
     experts: bool = True,
     data_parallel: bool = False,
+    rows_dir: bool = False,
 ) -> Iterator[Kit]:
-    """Run a server for the duration."""
+    """Run a server for the duration, with a directory for rows if told so."""
     flags = ("--enable-return-routed-experts",) if experts else ()
+    directory = log_path.with_suffix(".rows") if rows_dir else None
+    if directory:
+        directory.mkdir(exist_ok=True)
+        flags += ("--routed-experts-dir", str(directory))
     more: dict[str, Any] = dict(log_path=log_path, env=SERVER_ENV, data_parallel=data_parallel)
     with ForkedServer(model, *OPTIONS, *flags, *options, **more) as server:
-        yield Kit(server, model, oracle)
+        yield Kit(server, model, oracle, directory)

@@ -25,6 +25,7 @@ from forked import Forked
 from oracle_checks import check_greedy, check_rows
 from pool import count_start
 from server_fixture import (
+    API_KEY,
     ENDPOINTS,
     GENERATE,
     Answer,
@@ -133,7 +134,8 @@ def ask(kit: Kit, i: int) -> tuple[Answer, list[int]]:
     """Send request i on a connection of its own; half of them name their rank."""
     prompt = seeded_prompt(i // 2, 5 + 13 * (i // 2))
     endpoint, rank = ("completions", i // 2 % 2) if i % 2 else ("generate", None)
-    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    headers |= {} if rank is None else {"X-data-parallel-rank": str(rank)}
     url, body = kit.url + ENDPOINTS[endpoint], request(endpoint, prompt)
     answer = httpx.post(url, json=body, headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text

@@ -50,7 +50,10 @@ def test_start_past_one_of_several_prompts_is_refused(kit):
 
 
 WRONG = [
-    *(("routed_experts_encoding", value, "'npy' or 'list'") for value in ("", "NPY", 1, [], {})),
+    *(
+        ("routed_experts_encoding", value, "'npy', 'list' or 'file'")
+        for value in ("", "NPY", 1, [], {})
+    ),
     *(("routed_experts_layout", value, "'split' or 'full'") for value in ("half", False)),
     *(("return_routed_experts", value, "a valid boolean") for value in ("yes", "false", 1, 0, [])),
     *(

@@ -29,7 +29,7 @@ def test_request_fields_are_documented(schemas, endpoint):
     fields = schemas[MODELS[endpoint]]["properties"]
     assert all(fields[name]["description"] for name in OURS)
     assert "[0, P]" in fields["routed_experts_prompt_start"]["description"]
-    for name, values in (("encoding", ["npy", "list"]), ("layout", ["split", "full"])):
+    for name, values in (("encoding", ["npy", "list", "file"]), ("layout", ["split", "full"])):
         allowed = [option.get("enum") for option in fields[f"routed_experts_{name}"]["anyOf"]]
         assert values in allowed
 

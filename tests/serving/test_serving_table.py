@@ -58,7 +58,7 @@ def check_finish(kit, choice, finish, prompt, body):
 
 
 @pytest.mark.parametrize("finish", ["length", "eos", "stop token", "stop string", "model length"])
-@pytest.mark.parametrize("encoding", ["npy", "list"])
+@pytest.mark.parametrize("encoding", ["npy", "list", "file"])
 @pytest.mark.parametrize("layout", ["split", "full"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

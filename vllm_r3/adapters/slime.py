@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_r3.client import ChoiceRoutes, RoutesError, RouteShape, decode_choice
+from vllm_r3.client import ChoiceRoutes, RoutesError, RouteShape, RowFiles, decode_choice
 
 FIELD = "rollout_routed_experts"
 
@@ -26,6 +26,7 @@ def assign_routed_experts(
     start: int | None = None,
     choice: int = 0,
     dtype: Any = np.int32,
+    files: RowFiles | None = None,
 ) -> str:
     """Set `sample.rollout_routed_experts` from the answer that ended `sample.tokens`.
 
@@ -40,6 +41,7 @@ def assign_routed_experts(
         start: the start that was sent; default: what the answer says, else 0.
         choice: which choice the sample took.
         dtype: of the result; both frameworks use int32.
+        files: where rows in encoding `file` are read.
 
     Returns:
         A note: empty, or why an aborted request left the sample without new rows.
@@ -50,7 +52,7 @@ def assign_routed_experts(
     index = getattr(sample, "index", None)
     name = "sample" if index is None else f"sample {index}"
     tokens = list(sample.tokens)
-    routes = _decode(response, tokens, args, start, choice, name)
+    routes = _decode(response, tokens, args, start, choice, name, files or RowFiles())
     if routes.rows is None:
         return routes.note
     first = routes.count.start
@@ -84,7 +86,13 @@ def held_rows(value: Any) -> np.ndarray | None:
 
 
 def _decode(
-    response: Any, tokens: list[int], args: Any, start: int | None, choice: int, name: str
+    response: Any,
+    tokens: list[int],
+    args: Any,
+    start: int | None,
+    choice: int,
+    name: str,
+    files: RowFiles,
 ) -> ChoiceRoutes:
     shape = RouteShape.from_args(args)
     if shape.num_layers is None or shape.top_k is None:
@@ -93,9 +101,8 @@ def _decode(
     for part in response.get("choices") or [] if isinstance(response, dict) else []:
         if part.get("index", 0) == choice and part.get("token_ids") is not None:
             num_prompt = len(tokens) - len(part["token_ids"])
-    routes = decode_choice(
-        response, choice, num_prompt=num_prompt, start=start, shape=shape, request=name
-    )
+    known = dict(num_prompt=num_prompt, start=start, shape=shape, request=name, files=files)
+    routes = decode_choice(response, choice, **known)
     count, generated = routes.count, list(routes.token_ids or [])
     if routes.rows is not None and count.num_tokens != len(tokens):
         raise RoutesError(
@@ -110,12 +117,15 @@ def _decode(
     return routes
 
 
-# flag, argument: passed on as the user asked, never added on our own; the last two are ours alone
+# flag, argument: passed on as the user asked, never added on our own; all but two are ours alone
 _ASKED = [
     ("--enable-expert-parallel", "vllm_enable_expert_parallel"),
     ("--expert-placement-strategy", "vllm_expert_placement_strategy"),
     ("--routed-experts-encoding", "vllm_routed_experts_encoding"),
     ("--routed-experts-layout", "vllm_routed_experts_layout"),
+    ("--routed-experts-dir", "vllm_routed_experts_dir"),
+    ("--routed-experts-file-ttl", "vllm_routed_experts_file_ttl"),
+    ("--routed-experts-dir-bytes", "vllm_routed_experts_dir_bytes"),
 ]
 # flag, argument, what stock 0.21.0 must be told for rows to come out whole
 _STOCK_021 = [
@@ -135,8 +145,8 @@ def engine_flags(args: Any, *, server: str = "r3") -> list[str]:
     Returns:
         Flags to append, none when replay is off. Only `--enable-return-routed-experts` is added on
         our own; on stock 0.21 also what it needs, unless the user set it, which is kept and warned
-        of. Expert parallelism, placement, encoding and layout follow the user alone. An unchanged
-        vime reads one buffer: pass it `--vllm-routed-experts-layout full`.
+        of. Expert parallelism, placement, and how rows are sent, follow the user alone. An
+        unchanged vime reads one buffer: pass it `--vllm-routed-experts-layout full`.
 
     Raises:
         RoutesError: `server` is none of the three.

@@ -94,8 +94,8 @@ def _ask(server: Connection, tokens: list[int], max_tokens: int, shape: RouteSha
     if routes.rows is None or routes.token_ids is None:
         raise R3Error(f"{server.url}: {routes.note or 'expected token ids, got none'}")
     raw = read_answer(answer).choices[0]
-    form = "base64" if isinstance(raw.generated, str) else "lists"
-    dtype = getattr(decode_segment(raw.generated, "answer"), "dtype", "")
+    form = {str: "base64", dict: "file"}.get(type(raw.generated), "lists")
+    dtype = getattr(decode_segment(raw.generated, "answer", server.files), "dtype", "")
     return Side(server, routes, f"{raw.layout or 'full'} {form} {dtype}".rstrip())
 
 

@@ -1,21 +1,17 @@
-"""The one HTTP client: a server under test, what it says of itself, one request in its dialect.
+"""A server under test: what it says of itself, one request in its dialect.
 
-Knows this project's servers, stock vLLM and SGLang. JSON over the standard library, errors in
-words; of the rest it imports numpy only.
+Knows this project's servers, stock vLLM and SGLang, and has errors in words. It imports numpy only.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
-import urllib.error
-import urllib.parse
-import urllib.request
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vllm_r3.client import ChoiceRoutes, RouteShape, decode_choice
+from vllm_r3.client import ChoiceRoutes, RouteShape, RowFiles, decode_choice
 from vllm_r3.errors import R3Error
+from vllm_r3.send import send
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 INFO = "/routed_experts/info"
@@ -24,29 +20,6 @@ TEXT = (
     "A router picks a few experts for every token, and the trainer must pick the same ones. "
     "Count from one to twelve, name the seas, then say why the order of the layers matters. "
 )
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-def send(method: str, url: str, body: Any = None, timeout: float = 600.0) -> tuple[int, bytes]:
-    """Send one request, a JSON body if given; return the status and the raw answer.
-
-    Raises:
-        OSError: no connection; also when the server closed it without an answer.
-    """
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    try:
-        near = urllib.parse.urlsplit(url).hostname in LOOPBACK  # a proxy could not reach it
-        opener = urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * near)
-        request = urllib.request.Request(url, data, headers, method=method)
-        try:
-            answer = opener.open(request, timeout=timeout)
-        except urllib.error.HTTPError as error:
-            answer = error
-        with answer:
-            return answer.status, answer.read()
-    except (http.client.HTTPException, ValueError) as error:
-        raise ConnectionError(f"no answer from {url}: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -90,6 +63,11 @@ class Connection:
         """What the server says of its model."""
         return RouteShape.from_meta(self.info)
 
+    @property
+    def files(self) -> RowFiles:
+        """Where its files are read."""
+        return RowFiles(url=self.url, timeout=self.timeout)
+
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Reply:
         """GET a path without a body, POST with one."""
         try:
@@ -132,7 +110,8 @@ class Connection:
 
     def decode(self, answer: Any, num_prompt: int, **known: Any) -> ChoiceRoutes:
         """Decode the first choice of an answer, with what the server says of its model."""
-        return decode_choice(answer, num_prompt=num_prompt, **{"shape": self.shape, **known})
+        known = {"shape": self.shape, "files": self.files, **known}
+        return decode_choice(answer, num_prompt=num_prompt, **known)
 
 
 def connect(url: str, timeout: float = 600.0) -> Connection:

@@ -264,6 +264,20 @@ def _off(facts: Facts) -> None:
         raise R3Error("expected an answer without rows, got rows")
 
 
+@_check("routed_experts_encoding file")
+def _file(facts: Facts) -> None:
+    cold = facts.cold()
+    ours = {"routed_experts_encoding": "file"}
+    reply = facts.server.generate(facts.tokens, facts.max_tokens, **ours)
+    if reply.status == 400 and "--routed-experts-dir" in reply.why():
+        return  # a server without the flag
+    answer = reply.good()
+    field = answer["choices"][0].get("routed_experts")
+    if not isinstance(field, dict):
+        raise R3Error(f"expected the name of a file, got {reprlib.repr(field)}")
+    facts.same(facts.read(answer), cold, "encoding file")
+
+
 @_check("routed_experts_encoding and routed_experts_layout")
 def _forms(facts: Facts) -> None:
     cold = facts.cold()

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_r3.client.files import NO_FILES, RowFiles
 from vllm_r3.client.merge import Count, merge_segments
 from vllm_r3.client.npy import decode_segment
 from vllm_r3.client.servers import RawChoice, read_answer
@@ -50,6 +51,7 @@ def decode_answer(
     start: int | None = None,
     shape: RouteShape = UNKNOWN,
     request: str | None = None,
+    files: RowFiles = NO_FILES,
 ) -> list[ChoiceRoutes]:
     """Decode every choice of an answer.
 
@@ -62,6 +64,7 @@ def decode_answer(
         shape: what the caller knows of the model. SGLang's buffers need num_layers and top_k; stock
             0.21's rows need moe_layers on a model with dense layers.
         request: names the request in errors.
+        files: where rows in encoding `file` are read.
 
     Raises:
         RoutesError: rows are missing or do not fit the token count, the model or the encoding.
@@ -77,7 +80,9 @@ def decode_answer(
             f"{len(num_prompt)}"
         )
     return [
-        _decode_choice(choice, known, start, shape, f"request {raw.request}, choice {choice.index}")
+        _decode_choice(
+            choice, known, start, shape, f"request {raw.request}, choice {choice.index}", files
+        )
         for choice, known in zip(choices, num_prompt, strict=True)
     ]
 
@@ -91,12 +96,17 @@ def decode_choice(answer: Any, index: int = 0, **known: Any) -> ChoiceRoutes:
 
 
 def _decode_choice(
-    raw: RawChoice, num_prompt: int | None, start: int | None, shape: RouteShape, where: str
+    raw: RawChoice,
+    num_prompt: int | None,
+    start: int | None,
+    shape: RouteShape,
+    where: str,
+    files: RowFiles,
 ) -> ChoiceRoutes:
     count = _count(raw, num_prompt, start, where)
     rows, note = None, ""
     if raw.prompt is not None or raw.generated is not None:
-        rows = _rows(raw, count, shape, where)
+        rows = _rows(raw, count, shape, where, files)
     elif count.rows == 0:
         rows = np.zeros((0, shape.num_layers or 0, shape.top_k or 0), np.uint8)
     elif raw.finish_reason in ABORTED:
@@ -111,11 +121,13 @@ def _decode_choice(
     return ChoiceRoutes(raw.index, rows, count, raw.finish_reason, versions, raw.token_ids, note)
 
 
-def _rows(raw: RawChoice, count: Count, shape: RouteShape, where: str) -> np.ndarray:
-    segments = [decode_segment(raw.generated, f"{where}, routed_experts")]
+def _rows(
+    raw: RawChoice, count: Count, shape: RouteShape, where: str, files: RowFiles
+) -> np.ndarray:
+    segments = [decode_segment(raw.generated, f"{where}, routed_experts", files)]
     expected = [count.rows]
     if raw.layout == "split":
-        segments.insert(0, decode_segment(raw.prompt, f"{where}, prompt_routed_experts"))
+        segments.insert(0, decode_segment(raw.prompt, f"{where}, prompt_routed_experts", files))
         expected = [count.prompt_rows, count.generated_rows]
     return merge_segments(segments, expected, shape, count, where)
 

@@ -1,4 +1,4 @@
-"""Turn one field of an answer into an array: base64 npy, headerless base64 int32, or nested lists.
+"""Turn one field of an answer into an array: npy as base64 or file, bare int32, nested lists.
 
 Nothing here executes what it reads: numpy parses the npy header, object dtypes are refused, and the
 data is one view on the decoded bytes. It imports numpy, and pybase64 where that is installed (some
@@ -10,10 +10,13 @@ from __future__ import annotations
 import base64
 import io
 import math
+import mmap
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from vllm_r3.client.files import NO_FILES, RowFiles
 from vllm_r3.client.shape import RoutesError
 
 try:
@@ -29,8 +32,8 @@ HEADERS = {
 HEADER_BYTES = 1 << 14  # numpy itself refuses headers of more than 10,000
 
 
-def decode_segment(value: Any, where: str) -> np.ndarray | None:
-    """Decode one field: None, nested lists, base64, or an array as the offline API gives it.
+def decode_segment(value: Any, where: str, files: RowFiles = NO_FILES) -> np.ndarray | None:
+    """Decode one field: None, lists, base64, a file, or an array as the offline API gives it.
 
     Returns:
         None for null, else an array: (rows, L, K), or flat where the sender left out the shape
@@ -41,6 +44,8 @@ def decode_segment(value: Any, where: str) -> np.ndarray | None:
     """
     if value is None:
         return None
+    if isinstance(value, Mapping):
+        return read_npy(files.read(value, where), where)
     return _from_base64(value, where) if isinstance(value, str) else _from_lists(value, where)
 
 
@@ -66,7 +71,7 @@ def _from_base64(text: str, where: str) -> np.ndarray:
     return np.frombuffer(data, "<i4")
 
 
-def read_npy(data: bytearray, where: str) -> np.ndarray:
+def read_npy(data: bytes | bytearray | mmap.mmap, where: str) -> np.ndarray:
     """Return the array of one npy blob (format 1.0 or 2.0) as a view on `data`."""
     head = io.BytesIO(memoryview(data)[:HEADER_BYTES])
     try:

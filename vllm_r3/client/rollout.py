@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from vllm_r3.client.decode import decode_choice
+from vllm_r3.client.files import NO_FILES, RowFiles
 from vllm_r3.client.shape import UNKNOWN, RoutesError, RouteShape
 
 
@@ -36,12 +37,16 @@ class RolloutRoutes:
     Send `routed_experts_prompt_start=rollout.next_start` with each request, then call `add_turn`.
     When rows come again (a resume that starts earlier, or a server that ignores the start), the new
     ones replace the old from there on, so no row is ever doubled. `versions` holds the weight
-    version of each held row, None where the server did not say.
+    version of each held row, None where the server did not say. `files` says where rows in encoding
+    `file` are read.
     """
 
-    def __init__(self, shape: RouteShape = UNKNOWN, name: str = "rollout") -> None:
+    def __init__(
+        self, shape: RouteShape = UNKNOWN, name: str = "rollout", files: RowFiles = NO_FILES
+    ) -> None:
         self.shape = shape
         self.name = name
+        self.files = files
         self.tokens: list[int] = []
         self.turns: list[Turn] = []
         self.versions: list[str | None] = []
@@ -78,7 +83,13 @@ class RolloutRoutes:
         """
         prompt = [int(token) for token in prompt]
         routes = decode_choice(
-            answer, choice, num_prompt=len(prompt), start=start, shape=self.shape, request=self.name
+            answer,
+            choice,
+            num_prompt=len(prompt),
+            start=start,
+            shape=self.shape,
+            request=self.name,
+            files=self.files,
         )
         if routes.token_ids is None:
             raise RoutesError(

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vllm_r3.checks.connect import send
 from vllm_r3.errors import R3Error
+from vllm_r3.send import send
 
 HOST = "127.0.0.1"
 SHOWN_LINES = 15

@@ -104,6 +104,8 @@ class FakeServer:
         if known and not 0 <= start <= len(prompt):
             message = f"routed_experts_prompt_start must be in [0, {len(prompt)}], got {start}"
             return 400, {"error": {"message": message}}
+        if known and body.get("routed_experts_encoding") == "file" and "file" not in self.faults:
+            return 400, {"error": {"message": "runs without --routed-experts-dir"}}
         start = start if known and "no start" not in self.faults else 0
         rows = self._rows(prompt + made)
         choice: dict[str, Any] = {"index": 0, "token_ids": made, "finish_reason": "length"}

@@ -237,6 +237,19 @@ def test_what_a_request_cannot_have_is_refused():
     )
 
 
+def test_files_need_a_directory():
+    frontend = make_frontend()
+    for wanted in (True, False, None):
+        ours = {"return_routed_experts": wanted, "routed_experts_encoding": "file"}
+        assert settle(frontend, SamplingParams(), **ours) == (
+            "routed_experts_encoding is file, but the server runs without "
+            "--routed-experts-dir"
+        )
+    frontend.files = object()
+    answer = settle(frontend, SamplingParams(), routed_experts_encoding="file")
+    assert answer.meta.encoding == "file"
+
+
 def test_engine_that_does_not_know_the_flag_returns_none():
     frontend, params = RoutedExpertsFrontend(Engine()), SamplingParams()
     assert settle(frontend, params) is NO_ROUTED_EXPERTS

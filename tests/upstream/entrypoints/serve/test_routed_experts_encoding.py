@@ -179,7 +179,7 @@ def test_fields_of_rows_are_documented_with_shape_and_dtype(field):
     for word in ("[rows, num_layers, top_k]", "uint8", "int16", "npy", "base64"):
         assert word in field["description"]
     types = {option["type"] for option in field["anyOf"]}
-    assert types == {"string", "array", "null"}
+    assert types == {"string", "array", "object", "null"}
 
 
 def test_fields_of_meta_are_documented():
