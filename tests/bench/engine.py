@@ -5,7 +5,9 @@ groups of sides, one group after the other. The engines of a group (joined by `+
 GPU and are measured in turn, round by round, so that they meet the same drift of a shared
 machine; a group of one has the GPU for itself. Where the host bounds the steps (few layers, small
 batches) the sides' processes may run on cores of different speed, which `user_s` shows: compare
-calls instead. Medians with their spread go into DIR/engine.json and a small table on stdout.
+calls instead. After every round all values so far are in DIR/engine.json and their medians with
+their spread in a small table on stdout, so a run that is killed keeps its whole rounds; `--seconds`
+ends it by itself.
 A throughput round also tells the seconds until the first token of all requests (`first_token_s`,
 from a round of its own), and the CPU seconds and page faults of the side's processes, which show
 whether a difference is work, memory or waiting.
@@ -33,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -282,25 +285,26 @@ class Side:
         self.process.wait()
 
 
-def measure_group(sides: list[Side], args: argparse.Namespace) -> None:
-    """Measure the engines of a group in turn, each round in another order."""
+def measure_rounds(sides: list[Side], args: argparse.Namespace) -> Iterator[int]:
+    """Measure the engines of a group in turn, each round in another order.
+
+    Yields the number of each round when its values are in the sides' results.
+    """
     for side in sides:
         side.read()
-    if args.kernels or args.calls:
-        for side in sides * (args.rounds if args.calls else 1):
-            for name, value in side.ask("once").items():
-                side.result.setdefault(name, []).append(value)
-        return
-    steps = [f"step_ms_{batch}" for batch in LOADS[args.shape][3]]
-    for quantity in ["warm_up", *steps]:
-        for side in sides:
-            side.ask(quantity)
-    plan = ["tokens_per_second"] * args.rounds
-    plan += [step for step in steps for _ in range(2 * args.rounds + 1)]
-    for turn, quantity in enumerate(plan):
-        for side in sides if turn % 2 else reversed(sides):
-            for name, value in side.ask(quantity).items():
-                side.result.setdefault(name, []).append(value)
+    quantities = ["once"]
+    if not (args.kernels or args.calls):
+        steps = [f"step_ms_{batch}" for batch in LOADS[args.shape][3]]
+        for quantity in ["warm_up", *steps]:
+            for side in sides:
+                side.ask(quantity)
+        quantities = ["tokens_per_second", *steps, *steps]
+    for number in range(1 if args.kernels else args.rounds):
+        for turn, quantity in enumerate(quantities, start=number):
+            for side in sides if turn % 2 else reversed(sides):
+                for name, value in side.ask(quantity).items():
+                    side.result.setdefault(name, []).append(value)
+        yield number + 1
 
 
 def summarize(sides: list[tuple[str, dict[str, list[float]]]]) -> str:
@@ -319,6 +323,13 @@ def summarize(sides: list[tuple[str, dict[str, list[float]]]]) -> str:
     return "\n".join(lines)
 
 
+def write_results(path: Path, found: list[list[dict[str, Any]]]) -> None:
+    """Replace the file at once: whoever is killed while writing leaves the last round's."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1))
+    part.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -327,12 +338,15 @@ def main() -> int:
     parser.add_argument("--sides", default="off,on,off,on")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no round after so many"
+    )
     parser.add_argument("--requests", type=int, help="requests of a throughput round")
     parser.add_argument("--layers", type=int, help="run with fewer layers")
     parser.add_argument("--kv-gib", type=float, help="GiB of KV cache of an engine in a group")
     parser.add_argument("--kernels", action="store_true", help="count kernels instead of timing")
     parser.add_argument("--calls", action="store_true", help="time the engine's calls instead")
-    parser.add_argument("--timeout", type=int, default=400, help="seconds for one side")
+    parser.add_argument("--timeout", type=int, default=400, help="seconds for one side's process")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--answers", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -340,22 +354,30 @@ def main() -> int:
     if args.one:
         serve_measurements(args.one, model, args)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    name = "kernels" if args.kernels else "calls" if args.calls else "engine"
+    deadline = time.monotonic() + args.seconds
     found: list[list[dict[str, Any]]] = []
     failed = False
     for number, group in enumerate(args.sides.split(",")):
+        if number and time.monotonic() > deadline:
+            print(f"group {group}: not begun, --seconds are over", file=sys.stderr, flush=True)
+            break
         sides = [Side(number, spec, args) for spec in group.split("+")]
+        found.append([dict(side=side.name, result=side.result) for side in sides])
         try:
-            measure_group(sides, args)
+            for done in measure_rounds(sides, args):
+                write_results(args.out / f"{name}.json", found)
+                print(f"{group}: {done} of {args.rounds} rounds, medians so far")
+                print(summarize([(side.name, side.result) for side in sides]), flush=True)
+                if time.monotonic() > deadline:
+                    break
         except (RuntimeError, OSError) as error:
             print(f"group {group}: {error}", file=sys.stderr, flush=True)
             failed = True
-        for side in sides:
-            side.stop()
-        found.append([dict(side=side.name, result=side.result) for side in sides])
-        name = "kernels" if args.kernels else "calls" if args.calls else "engine"
-        (args.out / f"{name}.json").write_text(json.dumps(found, indent=1))
-        if len(sides) > 1:
-            print(summarize([(side.name, side.result) for side in sides]), flush=True)
+        finally:
+            for side in sides:
+                side.stop()
     single: dict[str, dict[str, list[float]]] = {}
     for group_found in found:
         if len(group_found) == 1:
