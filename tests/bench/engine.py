@@ -19,9 +19,7 @@ throughput round. Both run the engine in the side's process.
 A side is `off` (server flag off), `on` (flag on, every request returns its rows) or `unasked`
 (flag on, requests say return_routed_experts=False). `NAME-off@PATH` or `NAME-on@PATH` runs
 another vLLM, found under PATH; `stock-on` has sync scheduling, without which 0.21.0 returns no
-rows. `copied-on` and `direct-on` bring the rows to the host in other ways
-(`tests.bench.snapshot`). `--shape tiny` runs the same on a CPU. Weights are random: no
-download.
+rows. `--shape tiny` runs the same on a CPU. Weights are random: no download.
 """
 
 from __future__ import annotations
@@ -63,13 +61,6 @@ LOADS = {
 }
 
 
-# side -> worker that takes its snapshots in another way
-WORKERS = {
-    "copied-on": "tests.bench.snapshot.CopiedWorker",
-    "direct-on": "tests.bench.snapshot.DirectWorker",
-}
-
-
 def write_config(shape: str, directory: Path) -> str:
     directory.mkdir(parents=True, exist_ok=True)
     config = dict(
@@ -92,8 +83,6 @@ class Engine:
         engine_args: dict[str, Any] = dict(enable_return_routed_experts=self.side != "off")
         if side == "stock-on":
             engine_args["async_scheduling"] = False
-        if side in WORKERS:
-            engine_args["worker_cls"] = WORKERS[side]
         if args.shape == "tiny":
             # given: the CPU build would claim most of the machine's memory
             engine_args.update(enforce_eager=True, max_num_seqs=16, kv_cache_memory_bytes=2**28)

@@ -37,27 +37,12 @@ def test_prompt_lengths_around_block_and_chunk_edges(running, fresh, length):
     assert warm.num_cached_tokens == (length - 1) // BLOCK * BLOCK
 
 
-def test_sixteen_requests_at_once(running, fresh):
-    prompts = seeded_prompts(11, [*range(5, 150, 9)][:16])
-    outputs = running.check(prompts, max_tokens=40)
-    assert len(outputs) == 16
-    running.check(prompts, max_tokens=40)
-
-
 def test_128_requests_with_shared_prefixes_in_chunks_lose_no_row(running, fresh):
     heads = seeded_prompts(36, [50, 64, 70, 100])
     tails = seeded_prompts(37, [1 + i % 23 for i in range(128)])
     prompts = [heads[i % 4] + tail for i, tail in enumerate(tails)]
     outputs = running.check(prompts, max_tokens=6)
     assert sum(o.num_cached_tokens > 0 for o in outputs) > 90
-
-
-def test_second_turn_continues_on_generated_blocks(running, fresh):
-    (prompt,) = seeded_prompts(12, [50])
-    (first,) = running.check([prompt], max_tokens=40)
-    turn = [*prompt, *first.outputs[0].token_ids, *seeded_prompts(13, [20])[0]]
-    (second,) = running.check([turn])
-    assert second.num_cached_tokens == 80  # 89 forwarded tokens fill five blocks
 
 
 def test_second_turn_returns_exactly_the_missing_rows(running, fresh):
@@ -82,41 +67,6 @@ def test_prompt_start_leaves_out_the_first_rows(running, start):
     assert output.prompt_routed_experts.shape == (30 - start, 4, 4)
 
 
-def test_one_generated_token_has_no_row(running):
-    (output,) = running.check(seeded_prompts(17, [20]), max_tokens=1)
-    assert output.outputs[0].routed_experts.shape == (0, 4, 4)
-    assert output.outputs[0].routed_experts.dtype == np.uint8
-
-
-def test_request_that_wants_no_rows_gets_none(running):
-    (output,) = running.generate(seeded_prompts(18, [20]), return_routed_experts=False)
-    assert output.prompt_routed_experts is None
-    assert output.outputs[0].routed_experts is None
-
-
-def test_rows_of_a_prompt_cached_by_a_request_that_wanted_none(running, fresh):
-    (prompt,) = seeded_prompts(19, [60])
-    running.generate([prompt], return_routed_experts=False)
-    (output,) = running.check([prompt])
-    assert output.num_cached_tokens == 48
-
-
-def test_stop_by_end_of_text(running):
-    (output,) = running.check(seeded_prompts(20, [20]), min_tokens=5, logit_bias={END: 100.0})
-    assert output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].stop_reason is None
-    assert list(output.outputs[0].token_ids)[5:] == [END]
-
-
-def test_stop_by_token_id(running):
-    (prompt,) = seeded_prompts(21, [20])
-    (free,) = running.check([prompt], max_tokens=20)
-    token = free.outputs[0].token_ids[9]
-    (output,) = running.check([prompt], max_tokens=20, stop_token_ids=[token])
-    assert output.outputs[0].stop_reason == token
-    assert output.outputs[0].token_ids[-1] == token
-
-
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 7, 15])
 def test_stop_by_string(running, at, include):
@@ -131,28 +81,6 @@ def test_stop_by_string(running, at, include):
     assert (choice.finish_reason, choice.stop_reason) == ("stop", word)
     assert list(choice.token_ids) == tokens[: len(choice.token_ids)]
     assert len(choice.token_ids) <= at + 2
-
-
-def test_stop_string_that_never_comes(running):
-    (output,) = running.check(seeded_prompts(23, [33]), stop=["\x00never"], max_tokens=25)
-    assert output.outputs[0].finish_reason == "length"
-    assert len(output.outputs[0].token_ids) == 25
-
-
-def test_minimum_of_tokens_holds_back_a_stop_id(running):
-    (prompt,) = seeded_prompts(24, [20])
-    (free,) = running.generate([prompt], max_tokens=12)
-    token = free.outputs[0].token_ids[3]
-    (output,) = running.check(
-        [prompt], max_tokens=12, min_tokens=8, stop_token_ids=[token], logit_bias={token: 0.0}
-    )
-    assert len(output.outputs[0].token_ids) >= 8
-
-
-def test_limit_of_the_model_length(running):
-    (output,) = running.check(seeded_prompts(25, [500]), max_tokens=100)
-    assert output.outputs[0].finish_reason == "length"
-    assert len(output.outputs[0].token_ids) == 12
 
 
 def test_several_choices_share_the_prompt_and_differ_after_it(running, fresh):
@@ -195,27 +123,6 @@ def test_structured_output(running):
     running.compare(prompt, output, temperature=1.0)
 
 
-def test_whole_prompt_in_the_cache_recomputes_its_last_token(running, fresh):
-    (prompt,) = seeded_prompts(29, [4 * BLOCK])
-    running.check([prompt])
-    (warm,) = running.check([prompt])
-    assert warm.num_cached_tokens == 3 * BLOCK
-
-
-def test_reset_of_the_prefix_cache(running):
-    (prompt,) = seeded_prompts(30, [70])
-    running.check([prompt])
-    assert running.llm.reset_prefix_cache()
-    (again,) = running.check([prompt])
-    assert again.num_cached_tokens == 0
-
-
-def test_same_prompt_many_times_in_one_batch(running, fresh):
-    (prompt,) = seeded_prompts(31, [70])
-    outputs = running.check([prompt] * 16)
-    assert max(o.num_cached_tokens for o in outputs) == 64
-
-
 def test_prompt_logprobs_do_not_disturb_the_rows(running, fresh):
     (prompt,) = seeded_prompts(32, [70])
     running.check([prompt])
@@ -241,19 +148,6 @@ def test_aborted_request_leaves_the_next_ones_right(running, fresh):
     for number in (0, 2):
         running.compare(prompts[number], done[f"abort-{number}"])
     running.check(prompts)
-
-
-def test_abort_during_chunked_prefill(running, fresh):
-    from vllm import SamplingParams
-
-    llm_engine = running.llm.llm_engine
-    (prompt,) = seeded_prompts(34, [150])
-    llm_engine.add_request("half", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=4))
-    llm_engine.step()
-    llm_engine.step()
-    llm_engine.abort_request(["half"])
-    (output,) = running.check([prompt])
-    assert output.num_cached_tokens == 80
 
 
 def test_rows_after_other_weights_were_loaded_are_those_of_the_new(running, fresh, oracles, models):

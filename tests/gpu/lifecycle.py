@@ -4,8 +4,7 @@
 case in a process of its own, several at a time on one GPU. Needs the patched vLLM. Each case
 writes OUT/CASE.json as it ends: its rows against a float32 forward pass of Hugging Face, and
 whether drafts were accepted and rejected. The parent adds a comparison with the run without
-speculation, prints a line a case and keeps OUT/lives.json and OUT/lives.tgz (logs and results
-of all cases) up to date; they are all that is left in OUT at the end. Exit 1 if a case failed.
+speculation, prints a line a case and keeps OUT/lives.json up to date. Exit 1 if a case failed.
 
 - `plain-*`: no speculation, the reference of the others.
 - `eagle*`, `mtp*`, `draft*`: rejected drafts leave nothing, the draft's routers write nowhere.
@@ -27,7 +26,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import threading
 import time
@@ -379,7 +377,7 @@ def judge_phases(report: dict[str, Any], running: Running, models: Path, dtype: 
 
 
 class Report:
-    """What was found so far, packed again whenever a case has ended."""
+    """What was found so far, written again whenever a case has ended."""
 
     def __init__(self, out: Path, work: Path, dtype: str) -> None:
         self.out, self.work, self.dtype = out, work, dtype
@@ -447,16 +445,6 @@ class Report:
 
     def write(self) -> None:
         (self.out / "lives.json").write_text(json.dumps(self.found, indent=1) + "\n")
-        with tarfile.open(self.out / "lives.new", "w:gz") as tar:
-            for path in sorted([*self.out.glob("*.json"), *self.out.glob("*.log")]):
-                tar.add(path, arcname=path.name)
-        os.replace(self.out / "lives.new", self.out / "lives.tgz")
-
-    def leave_two_files(self) -> None:
-        """Only few files may come back from a host; the archive holds the others."""
-        for name in self.found:
-            for suffix in ("json", "log"):
-                (self.out / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
 def start_case(name: str, given: argparse.Namespace, models: Path, work: Path) -> int:
@@ -500,7 +488,6 @@ def main(given: argparse.Namespace) -> int:
 
     with ThreadPoolExecutor(given.at_once) as pool:
         list(pool.map(run, given.cases or CASES))
-    report.leave_two_files()
     print("all cases")
     for name in report.found:
         print(report.line(name))

@@ -65,7 +65,7 @@ def test_inspect_prints_a_table_and_draws(
     assert run("inspect", str(tmp_path / "rows.npy"), "--png", str(png), "--num-experts", "16") == 0
     got = capsys.readouterr()
     assert got.out.startswith("8 rows, 3 layers, 16 experts, top-2\nlayer  entropy  of even  ")
-    assert got.err == f"heat map: {png}\n" and png.exists()
+    assert got.err == f"heat map: {png}\n" and png.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

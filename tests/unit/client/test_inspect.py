@@ -81,14 +81,6 @@ def test_other_sources_are_refused(tmp_path: Path) -> None:
         read_rows(str(path), NOTHING)
 
 
-def test_the_heat_map_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "matplotlib", reason="matplotlib is not installed: pip install 'vllm-r3[plot]'"
-    )
-    heat_map(expert_load([rows_of(8)], NOTHING), tmp_path / "x.png")
-    assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
 def test_without_matplotlib_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

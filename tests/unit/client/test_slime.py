@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sample_answers import full_answer, refused, rows_of, sglang_answer, split_answer
 
-from vllm_r3.adapters.slime import assign_routed_experts, engine_flags, held_rows
+from vllm_r3.adapters.slime import assign_routed_experts, engine_flags
 
 ALL = rows_of(40)
 ARGS = SimpleNamespace(num_layers=3, moe_router_topk=2, num_experts=16)
@@ -101,10 +101,6 @@ def test_moe_layer_freq_spreads_stock_021s_rows_over_all_layers() -> None:
     assign_routed_experts(sample, answer, args)
     np.testing.assert_array_equal(sample.rollout_routed_experts[:, 1:], ALL[:8])
     assert not sample.rollout_routed_experts[:, 0].any()
-
-
-def test_ragged_held_lists_are_no_rows() -> None:
-    assert held_rows([[1], [1, 2]]).shape == (0,)
 
 
 @pytest.mark.parametrize("server", ["r3", "0.21", "0.22"])

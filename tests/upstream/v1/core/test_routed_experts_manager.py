@@ -69,18 +69,6 @@ def test_a_cold_request_returns_a_row_for_each_token_but_the_last(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_requests_of_one_batch_do_not_get_each_other_s_rows(
-    make: MakeEngine, is_async: bool
-):
-    engine = make(64, is_async=is_async)
-    for i in range(6):
-        engine.add(f"r{i}", [30 + i] * (3 * i + 1), max_tokens=2 + i)
-    engine.run()
-    assert len(engine.steps[0].num_scheduled_tokens) == 6
-    engine.assert_all_rows()
-
-
-@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("stop", ["eos", "token id", "length of the model"])
 def test_every_way_to_finish_in_the_engine_returns_rows(
     make: MakeEngine, is_async: bool, stop: str
@@ -252,52 +240,34 @@ def test_chunks_that_end_inside_and_at_the_edge_of_blocks_lose_no_row(
     engine.assert_all_rows()
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_many_requests_on_one_long_prefix_in_chunks_all_return_every_row(
-    make: MakeEngine, is_async: bool
-):
-    engine = make(200, is_async=is_async, max_num_batched_tokens=23)
-    prefix = list(range(10, 55))
-    for i in range(32):
-        engine.add(f"r{i}", [*prefix[: 45 - i % 7], 900 + i], max_tokens=3)
-    engine.run()
-    assert sum(num_hits(engine, f"r{i}") > 0 for i in range(32)) > 20
-    engine.assert_all_rows()
-
-
 # Preemption: the first pass wins.
-
-
-def run_under_pressure(engine: Engine, max_tokens: int = 20) -> None:
-    """Four requests that together need more blocks than there are."""
-    for i in range(4):
-        engine.add(f"r{i}", [40 + i] * (9 + i), max_tokens=max_tokens)
-    engine.run()
 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_rows_after_preemption_are_those_of_the_first_pass(
-    make: MakeEngine, is_async: bool, policy: str
+@pytest.mark.parametrize(
+    ("num_blocks", "max_tokens", "times"), [(17, 20, 1), (14, 30, 2)]
+)
+def test_rows_after_preemptions_are_those_of_the_first_pass(
+    make: MakeEngine,
+    is_async: bool,
+    policy: str,
+    num_blocks: int,
+    max_tokens: int,
+    times: int,
 ):
-    engine = make(17, is_async=is_async, policy=policy)
-    run_under_pressure(engine)
+    engine = make(num_blocks, is_async=is_async, policy=policy)
+    # Together they need more blocks than there are.
+    for i in range(4):
+        engine.add(f"r{i}", [40 + i] * (9 + i), max_tokens=max_tokens)
+    engine.run()
     preempted = [f"r{i}" for i in range(4) if engine.num_preemptions(f"r{i}")]
-    assert preempted
+    assert max(engine.num_preemptions(request_id) for request_id in preempted) >= times
     engine.assert_all_rows()
+    engine.assert_nothing_is_kept()
     # It was computed again, in chunks that start anew.
     for request_id in preempted:
         assert sum(chunks(engine, request_id)) > len(engine.answers[request_id].rows)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_rows_after_several_preemptions_are_those_of_the_first_pass(
-    make: MakeEngine, is_async: bool
-):
-    engine = make(14, is_async=is_async)
-    run_under_pressure(engine, max_tokens=30)
-    assert max(engine.num_preemptions(f"r{i}") for i in range(4)) >= 2
-    engine.assert_all_rows()
 
 
 def steps_of(engine: Engine, request_id: str) -> list[int]:
@@ -443,13 +413,6 @@ def test_a_block_got_in_the_schedule_that_preempts_brings_no_row_of_its_former_o
     engine.assert_rows("urgent")
 
 
-def test_nothing_is_kept_beside_the_table_once_requests_are_done(make: MakeEngine):
-    engine = make(14, is_async=True)
-    run_under_pressure(engine)
-    assert any(engine.num_preemptions(f"r{i}") for i in range(4))
-    engine.assert_nothing_is_kept()
-
-
 # Speculative decoding.
 
 
@@ -472,19 +435,6 @@ def test_rejected_drafts_leave_nothing(
         assert any(row[0, 0] == REJECTED for row in engine.runner.kv_cache.values())
     for answer in engine.answers.values():
         assert REJECTED not in answer.rows
-    engine.assert_all_rows()
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_rejected_drafts_leave_nothing_after_preemption(
-    make: MakeEngine, is_async: bool
-):
-    engine = make(17, is_async=is_async, num_drafts=3)
-    engine.runner.num_accepted = lambda request_id, step: (
-        (step * 7 + ord(request_id[1])) % 4
-    )
-    run_under_pressure(engine)
-    assert any(engine.num_preemptions(f"r{i}") for i in range(4))
     engine.assert_all_rows()
 
 
@@ -514,24 +464,6 @@ def test_a_prefix_hit_after_rejected_drafts_returns_no_draft(make: MakeEngine):
     engine.run()
     assert num_hits(engine, "second") > 11
     engine.assert_rows("second")
-
-
-# Block re-use.
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_long_run_on_few_blocks_never_shows_an_earlier_owner_s_row(
-    make: MakeEngine, is_async: bool
-):
-    engine = make(12, is_async=is_async)
-    for i in range(60):
-        engine.add(
-            f"r{i}",
-            [(i * 37 + j) % 400 for j in range(1 + i % 13)],
-            max_tokens=1 + i % 7,
-        )
-    engine.run()
-    engine.assert_all_rows()
 
 
 def test_rows_that_come_after_their_request_was_aborted_do_not_reach_the_next_owner(
@@ -573,17 +505,20 @@ def test_a_forced_reset_in_a_drained_engine_loses_no_token_and_no_row(
     np.testing.assert_array_equal(engine.answers["a"].rows[: len(held)], held)
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_forced_reset_with_a_step_in_flight_returns_rows_of_the_tokens_returned(
-    make: MakeEngine,
+    make: MakeEngine, num_drafts: int
 ):
-    engine = make(64, is_async=True)
-    engine.add("a", PROMPT, max_tokens=8)
-    for _ in range(3):
+    engine = make(64, is_async=True, num_drafts=num_drafts)
+    engine.runner.num_accepted = lambda request_id, step: step % 3
+    engine.add("a", PROMPT, max_tokens=14)
+    for _ in range(4):
         engine.step()
-    assert len(engine.in_flight) == 1
+    ((scheduled, *_),) = engine.in_flight
+    assert bool(scheduled.scheduled_spec_decode_tokens) == bool(num_drafts)
     engine.reset()
     engine.run()
-    assert len(engine.answers["a"].token_ids) == 8
+    assert len(engine.answers["a"].token_ids) == 14
     engine.assert_rows("a")
 
 
@@ -635,20 +570,6 @@ def test_a_first_token_in_flight_at_a_preemption_is_kept_with_all_its_rows(
     engine.run()
     assert max(steps_of(engine, "victim")[:42]) < at
     engine.assert_rows("victim")
-
-
-def test_a_forced_reset_with_drafts_in_flight_returns_rows_of_the_tokens_returned(
-    make: MakeEngine,
-):
-    engine = make(64, is_async=True, num_drafts=3)
-    engine.runner.num_accepted = lambda request_id, step: step % 3
-    engine.add("a", PROMPT, max_tokens=14)
-    for _ in range(4):
-        engine.step()
-    assert engine.in_flight[-1][0].scheduled_spec_decode_tokens
-    engine.reset()
-    engine.run()
-    engine.assert_rows("a")
 
 
 # Aborts that are answered.

@@ -117,14 +117,6 @@ def test_late_rows_do_not_reach_a_block_s_new_owner(table: RoutedExpertsTable):
         table.read([5], 0, 1)
 
 
-def test_late_rows_do_not_overwrite_those_of_the_new_owner(table: RoutedExpertsTable):
-    table.hand_out([5], step=1)
-    table.hand_out([5], step=2)
-    assert write(table, [20], make_rows([9]), step=2) == 1
-    assert write(table, [20], make_rows([1]), step=1) == 0
-    np.testing.assert_array_equal(table.read([5], 0, 1), make_rows([9]))
-
-
 @pytest.mark.parametrize(("step", "num_stored"), [(2, 0), (3, 1), (4, 1)])
 def test_a_block_takes_rows_from_the_step_that_got_it_on(
     table: RoutedExpertsTable, step: int, num_stored: int
@@ -159,10 +151,6 @@ def test_leading_rows_end_at_the_first_gap(
 ):
     write(table, slots, make_rows(list(range(len(slots)))))
     assert table.num_leading_rows([5, 2], stop) == expected
-
-
-def test_leading_rows_of_no_blocks_are_none(table: RoutedExpertsTable):
-    assert table.num_leading_rows([], 4) == 0
 
 
 def test_read_only_rows_are_stored(table: RoutedExpertsTable):

@@ -327,13 +327,6 @@ def test_the_engine_s_own_words_reach_the_generator(finish_reason: FinishReason)
     ]
 
 
-def test_the_engine_s_own_words_are_the_stop_reason_offline():
-    front_end = FrontEnd()
-    front_end.add()
-    (output,) = front_end.receive([1], make_rows(0, 5), FinishReason.ERROR, error="why")
-    assert_failed(output, "why")
-
-
 def test_choices_beside_a_failed_one_hide_no_error_and_can_be_aborted_by_its_id():
     front_end = FrontEnd(has_queue=True)
     front_end.add(kind=DELTA, n=2)
