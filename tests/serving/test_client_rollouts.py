@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,7 @@ from vllm_r3.adapters.batch import pack_rows
 from vllm_r3.adapters.slime import assign_routed_experts
 from vllm_r3.checks.rows import differing_cells
 from vllm_r3.cli import main
-from vllm_r3.client import RolloutRoutes, RouteShape, decode_answer
-from vllm_r3.errors import R3Error
+from vllm_r3.client import RolloutRoutes, decode_answer
 from vllm_r3.replay.replay import replay, score
 
 # the model of `kit`: MoE layers 1, 2 and 4 of 6
@@ -119,40 +117,6 @@ def test_a_debug_rollout_file_of_real_samples_is_verified(
     assert out == f"{tmp_path / 'r.pt'}: 2 samples, 2 with routing\n  2 ok\n"
 
 
-def zeroed(rows: np.ndarray) -> np.ndarray:
-    rows = rows.copy()
-    rows[:16] = 0
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("damage", "verdict"),
-    [
-        (lambda rows: None, "sample 0: missing"),
-        (lambda rows: rows[:-1], "sample 0: wrong rows"),
-        (lambda rows: rows[:, [1, 2, 4]], "sample 0: wrong layers"),
-        (lambda rows: rows[..., :3], "sample 0: wrong top-k"),
-        (lambda rows: rows.reshape(len(rows), -1), "sample 0: wrong rank"),
-        (lambda rows: rows * (np.arange(6) != 2)[:, None], "sample 0: zero MoE layer"),
-        (zeroed, "sample 0: zero rows\n  zero rows: 16 of 37 rows hold zeros: 0-15"),
-        (lambda rows: rows[..., [0, 0, 1, 2]], "sample 0: duplicate ids"),
-        (lambda rows: rows + 1, "sample 0: "),
-    ],
-)
-def test_broken_variants_of_a_real_sample_are_named(
-    samples: list[dict[str, Any]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Any,
-    verdict: str,
-) -> None:
-    broken = {**samples[0], "rollout_routed_experts": damage(samples[0]["rollout_routed_experts"])}
-    path = tmp_path / "r.pt"
-    torch.save({"rollout_id": 0, "samples": [broken, samples[1]]}, path)
-    assert main(["verify", "rollout", str(path), *SIDES, *MOE]) == 1
-    assert capsys.readouterr().out.startswith(verdict)
-
-
 def test_verify_server_passes_ours(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "server", kit.url]) == 0
     assert "11 checks: 11 ok, 0 FAILED, 0 not checked" in capsys.readouterr().out
@@ -194,10 +158,3 @@ def test_rows_of_the_next_token_raise_the_mismatch(kit: Kit) -> None:
     _, shifted = score(kit.oracle, tokens, np.roll(routes.rows, -1, axis=0))
     assert np.abs(right - free).max() < 2e-4
     assert np.abs(shifted - free).max() > 0.1
-
-
-def test_a_wrong_expectation_of_the_model_is_refused_with_both_numbers(kit: Kit) -> None:
-    answer = kit.generate(prompt(20), 4)
-    message = re.escape(": expected num_experts 64, got 16")
-    with pytest.raises(R3Error, match=message + "$"):
-        decode_answer(answer, num_prompt=20, shape=RouteShape(num_experts=64))

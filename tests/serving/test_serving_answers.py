@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from server_fixture import CHAT, COMPLETIONS, ENDPOINTS, GENERATE, decode, request, seeded_prompt
-
-from vllm_r3.checks.rows import differing_cells
+from server_fixture import CHAT, COMPLETIONS, ENDPOINTS, decode, request, seeded_prompt
 
 PROMPT = seeded_prompt(3, 35)
 P = len(PROMPT)
@@ -57,24 +54,6 @@ def test_start_leaves_out_exactly_the_rows_before_it(kit, endpoint, stream, layo
         endpoint, PROMPT, routed_experts_prompt_start=start, routed_experts_layout=layout
     )
     kit.check(ENDPOINTS[endpoint], body, stream)
-
-
-def test_second_turn_returns_exactly_the_rows_that_the_first_lacks(kit):
-    first = kit.check(GENERATE, request("generate", PROMPT))
-    held = [*PROMPT, *first.choices[0].tokens]
-    turn = [*held, *seeded_prompt(7, 9)]
-    start = len(held) - 1
-    second = kit.check(GENERATE, request("generate", turn, routed_experts_prompt_start=start))
-    tokens = [*turn, *second.choices[0].tokens]
-    fresh = kit.check(GENERATE, request("generate", tokens, max_tokens=1))
-    parts = (
-        *(first.prompt_rows, first.choices[0].rows),
-        *(second.prompt_rows, second.choices[0].rows),
-    )
-    joined = np.concatenate([decode(part, "npy", "uint8") for part in parts])
-    alone = decode(fresh.prompt_rows, "npy", "uint8")[: len(tokens) - 1]
-    assert joined.shape == alone.shape
-    assert not differing_cells(joined, alone).any()
 
 
 @both_ways
@@ -128,13 +107,6 @@ def test_beam_search_answers_as_stock_and_refuses_to_return_rows(kit, endpoint):
         "return_routed_experts is true, but beam search returns no routed experts: "
         "leave out one of the two",
     )
-
-
-def test_prefix_hit_returns_the_rows_of_the_first_time(kit):
-    prompt = seeded_prompt(8, 97)
-    first = kit.check(GENERATE, request("generate", prompt))
-    again = kit.check(GENERATE, request("generate", prompt))
-    assert again == first
 
 
 def test_sixteen_requests_at_once_over_three_endpoints(kit):

@@ -114,13 +114,17 @@ def assert_split(output: RequestOutput, start: int, num_generated: int) -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 4, 5])
 @pytest.mark.parametrize("num_generated", [1, 2, 7])
-def test_rows_are_split_at_the_end_of_the_prompt(start: int, num_generated: int):
+@pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT])
+def test_rows_are_split_at_the_end_of_the_prompt(
+    start: int, num_generated: int, reason: FinishReason
+):
     front_end = FrontEnd()
     front_end.add(routed_experts_prompt_start=start)
     for token in range(num_generated - 1):
         assert front_end.receive([token]) == []
     rows = make_rows(start, 5 + num_generated - 1)
-    (output,) = front_end.receive([99], rows, FinishReason.LENGTH)
+    (output,) = front_end.receive([99], rows, reason)
+    assert output.outputs[0].finish_reason == str(reason)
     assert_split(output, start, num_generated)
     # What a reader sees is their shape.
     assert f"routed_experts=({num_generated - 1}, 3, 2)" in repr(output.outputs[0])

@@ -374,23 +374,6 @@ def test_a_choice_that_has_ended_is_not_waited_for(processor: OutputProcessor):
     assert front_end.told == [("answer", ["1_both"])]
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_answer_splits_the_rows_of_an_abort(
-    processor: OutputProcessor, num_tokens: int
-):
-    add(processor, "a")
-    send(processor, "a", [7] * num_tokens)
-    num_rows = len(PROMPT) + num_tokens - 1
-    ended = send(processor, "a", num_rows=num_rows, finish_reason=FinishReason.ABORT)
-    choice = ended.request_outputs[0].outputs[0]
-    assert choice.finish_reason == "abort"
-    assert list(choice.token_ids) == [7] * num_tokens
-    prompt_rows = ended.request_outputs[0].prompt_routed_experts
-    rows = np.concatenate([prompt_rows, choice.routed_experts])
-    assert len(choice.routed_experts) == num_tokens - 1
-    np.testing.assert_array_equal(rows, make_rows(num_rows))
-
-
 def test_abort_before_the_first_token_has_no_rows_and_is_no_error(
     processor: OutputProcessor,
 ):
