@@ -89,8 +89,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def model(kind: str) -> Path:
         if kind in DRAFTED:
             return drafted() / DRAFTED[kind]
-        if kind == "moe-other":
-            return write_model("moe", root / kind, seed=SEED + 1)
+        if kind.endswith("-other"):
+            return write_model(kind.removesuffix("-other"), root / kind, seed=SEED + 1)
         return write_model(kind, root / kind)
 
     return cache(model)

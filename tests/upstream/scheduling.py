@@ -41,6 +41,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.routed_experts import RoutedExpertsInfo, StepRoutedExperts
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.weight_versions import ChoiceVersions, WeightVersions
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 128
@@ -214,6 +215,10 @@ class Answer:
     rows: np.ndarray | None = None
     finish_reason: str | None = None
     error: str | None = None
+    # What came of the weights behind the rows.
+    versions: ChoiceVersions = field(default_factory=lambda: ChoiceVersions(None, 0))
+    # What the weights were called then, by number.
+    version_names: list[str] = field(default_factory=list)
     # Rows of the passes that led to `token_ids`, of all tokens but the last.
     true_rows: list[np.ndarray] = field(default_factory=list)
 
@@ -223,6 +228,7 @@ class Answer:
         self.true_rows += led_to[len(self.true_rows) : stop]
         assert self.finish_reason is None, "an output after the last one"
         self.rows, self.error = output.routed_experts, output.error
+        self.versions.add(output.weight_versions)
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
 
@@ -251,11 +257,18 @@ class Engine:
             tuple[SchedulerOutput, ModelRunnerOutput, dict[str, list[np.ndarray]]]
         ] = deque()
         self.steps: list[SchedulerOutput] = []
+        # Number of the weights that each step was launched with.
+        self.launched_with: list[int] = []
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
     @property
     def table(self):
         return self.scheduler.routed_experts_manager.table
+
+    @property
+    def weight_versions(self) -> WeightVersions:
+        manager = self.scheduler.routed_experts_manager
+        return manager.weight_versions if manager else WeightVersions()
 
     @property
     def num_free_blocks(self) -> int:
@@ -282,6 +295,7 @@ class Engine:
 
     def launch(self) -> SchedulerOutput:
         """Schedule a step and run it, without looking at what came of it."""
+        self.launched_with.append(self.weight_versions.number)
         scheduled = self.scheduler.schedule()
         self.steps.append(scheduled)
         output = self.runner.execute(scheduled)
@@ -293,13 +307,19 @@ class Engine:
         scheduled, output, led_to = self.in_flight.popleft()
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in outputs.outputs:
-                self.answers[one.request_id].add(one, led_to.get(one.request_id, []))
+                self._take(one, led_to.get(one.request_id, []))
         if self.num_drafts and not self.is_async:
             self._propose(output)
         if output.routed_experts is not None:
             # The runner uses its memory again.
             output.routed_experts.slots.fill(0)
             output.routed_experts.rows.fill(-1)
+
+    def _take(self, output: EngineCoreOutput, led_to: list[np.ndarray]) -> None:
+        answer = self.answers[output.request_id]
+        answer.add(output, led_to)
+        numbers = range(self.weight_versions.number + 1)
+        answer.version_names = [self.weight_versions.name(n) for n in numbers]
 
     def _propose(self, output: ModelRunnerOutput) -> None:
         drafts = [
@@ -340,7 +360,7 @@ class Engine:
         ).values():
             assert outputs.finished_requests == {o.request_id for o in outputs.outputs}
             for one in outputs.outputs:
-                self.answers[one.request_id].add(one, [])
+                self._take(one, [])
 
     def reset(self) -> None:
         """Reset the prefix cache, as a change of weights does."""
@@ -350,6 +370,7 @@ class Engine:
         """No request is left, and nothing of one beside the table."""
         manager = self.scheduler.routed_experts_manager
         assert (manager._saved, manager._in_flight) == ({}, {})
+        assert (manager._saved_versions, manager._versions_told) == ({}, {})
         assert self.num_free_blocks == self.table.num_blocks - 1
 
     def num_preemptions(self, request_id: str) -> int:
@@ -382,6 +403,16 @@ class Engine:
         assert rows[:, 0, 0].tolist() == token_ids
         assert rows[:, 0, 1].tolist() == list(range(start, start + len(token_ids)))
         np.testing.assert_array_equal(rows, self.expected(request_id, start))
+        runs = answer.versions.runs(start, start + len(rows))
+        assert [first for first, _ in runs[:1]] == [start] * (len(rows) > 0)
+        firsts = [first for first, _ in runs] + [start + len(rows)]
+        lengths = np.diff(firsts)
+        assert (lengths > 0).all()
+        names = np.repeat([name for _, name in runs], lengths).tolist()
+        assert names == [
+            answer.version_names[self.launched_with[step - 1]]
+            for step in rows[:, 0, 3].tolist()
+        ]
 
 
 ATTENTION = {

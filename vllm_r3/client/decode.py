@@ -117,7 +117,11 @@ def _decode_choice(
             f"{count.start}, got none: start the server with --enable-return-routed-experts and "
             "leave return_routed_experts unset or true"
         )
-    versions = None if rows is None or raw.spans is None else row_versions(raw.spans, count)
+    versions = None
+    if rows is not None and raw.runs is not None:
+        versions = run_versions(raw.runs, count, where)
+    elif rows is not None and raw.spans is not None:
+        versions = row_versions(raw.spans, count)
     return ChoiceRoutes(raw.index, rows, count, raw.finish_reason, versions, raw.token_ids, note)
 
 
@@ -151,6 +155,25 @@ def _count(raw: RawChoice, num_prompt: int | None, start: int | None, where: str
     if not 0 <= start <= num_prompt:
         raise RoutesError(f"{where}: start must be in [0, {num_prompt}], got {start}")
     return Count(int(num_prompt), raw.num_generated, int(start))
+
+
+def run_versions(runs: list[tuple[int, str]], count: Count, where: str) -> list[str]:
+    """Say which weights computed each row, of runs (first row, version) up to the next run.
+
+    Runs that begin behind the rows are those of longer choices.
+
+    Raises:
+        RoutesError: the runs leave out the first row, or do not follow each other.
+    """
+    firsts, stop = [first for first, _ in runs], count.start + count.rows
+    fits = not count.rows or firsts[:1] == [count.start]
+    if not fits or any(a >= b for a, b in zip(firsts, firsts[1:], strict=False)):
+        raise RoutesError(
+            f"{where}: expected weight_versions whose first rows rise from {count.start}, got "
+            f"{firsts}"
+        )
+    ends = [min(end, stop) for end in [*firsts[1:], stop]]
+    return [v for (first, v), end in zip(runs, ends, strict=True) for _ in range(first, end)]
 
 
 def row_versions(spans: list[tuple[str, int, int]], count: Count) -> list[str]:

@@ -32,6 +32,7 @@ class RawChoice:
         generated: the choice's field.
         layout: `split`, `full`, or None where only the row count can tell.
         spans: (version, first, end) over generated tokens, as the server labels its weights.
+        runs: (first row, version), each up to the next, which say it of every row.
     """
 
     index: int
@@ -44,6 +45,7 @@ class RawChoice:
     token_ids: list[int] | None
     finish_reason: str | None
     spans: list[tuple[str, int, int]] | None
+    runs: list[tuple[int, str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def _vllm_choice(
     return RawChoice(
         index, prompt, generated, layout, start, num_prompt,
         *_generated(choice, "token_ids", usage or {}, where), *_ending(choice, answer, where),
+        _runs(choice, answer, meta, where),
     )  # fmt: skip
 
 
@@ -163,3 +166,25 @@ def _ending(
     if not spans and single is not None:
         spans = [(str(single), 0, -1)]
     return reason if isinstance(reason, str) else None, spans or None
+
+
+def _runs(
+    choice: Mapping[str, Any], answer: Mapping[str, Any], meta: Mapping[str, Any], where: str
+) -> list[tuple[int, str]] | None:
+    """Weight versions by row: the choice's own, or the answer's, which may go on behind its rows.
+
+    The answer's are those of its first choice, and of others if they fit.
+    """
+    runs = choice.get("routed_experts_weight_versions")
+    runs = meta.get("weight_versions") if runs is None else runs
+    if runs is None:
+        return None
+    good = isinstance(runs, list) and all(
+        isinstance(run, (list, tuple)) and [type(part) for part in run] == [int, str]
+        for run in runs
+    )
+    if not good:
+        raise RoutesError(
+            f"{where}: expected weight_versions [[first row, version], …], got {runs!r}"
+        )
+    return [(first, version) for first, version in runs]

@@ -14,7 +14,10 @@ from vllm_r3.client.servers import SGLANG_EXTENSIONS
 from vllm_r3.client.shape import INTEGER, INTEGERS, OBJECTS, RoutesError, take
 
 BOTH = ("prompt_routed_experts", "prompt_token_ids", *SGLANG_EXTENSIONS)
-CHOICE_FIELDS = (*BOTH, "routed_experts", "finish_reason", "weight_versions")
+CHOICE_FIELDS = (
+    *(*BOTH, "routed_experts", "finish_reason"),
+    *("weight_versions", "routed_experts_weight_versions"),
+)
 TOP_FIELDS = (*BOTH, "id", "request_id", "usage", "routed_experts_meta", "weight_version")
 
 

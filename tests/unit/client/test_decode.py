@@ -409,3 +409,43 @@ def test_row_versions_follow_the_pass_that_computed_each_row() -> None:
 
 def test_every_error_is_the_one_users_type() -> None:
     assert issubclass(RoutesError, R3Error)
+
+
+def with_runs(runs: Any, own: Any = None, start: int = 0) -> dict[str, Any]:
+    answer = with_rows(npy(ROWS[start:]))
+    answer["routed_experts_meta"] = {"start": start, "weight_versions": runs}
+    if own is not None:
+        answer["choices"][0]["routed_experts_weight_versions"] = own
+    return answer | {"weight_version": "z"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "versions"),
+    [
+        (with_runs([[0, "a"]]), "aaaaaaaa"),
+        (with_runs([[0, "a"], [5, "b"], [7, "a"]]), "aaaaabba"),
+        (with_runs([[2, "a"], [5, "b"]], start=2), "aaabbb"),
+        (with_runs([[0, "a"]], own=[[0, "a"], [1, "b"]]), "abbbbbbb"),
+        (with_runs([[0, "a"], [7, "b"], [30, "c"]]), "aaaaaaab"),
+    ],
+)
+def test_versions_by_row_come_from_the_runs(answer: dict, versions: str) -> None:
+    assert decode_choice(answer, num_prompt=PROMPT).versions == list(versions)
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([], "whose first rows rise from 0, got []"),
+        ([[1, "a"]], "whose first rows rise from 0, got [1]"),
+        ([[0, "a"], [4, "b"], [4, "c"]], "whose first rows rise from 0, got [0, 4, 4]"),
+        ([[0, "a"], [4, "b"], [2, "c"]], "whose first rows rise from 0, got [0, 4, 2]"),
+        ([["0", "a"]], "[[first row, version], …], got [['0', 'a']]"),
+        ([[0, 1]], "[[first row, version], …], got [[0, 1]]"),
+        ([[0]], "[[first row, version], …], got [[0]]"),
+        ({"0": "a"}, "[[first row, version], …], got {'0': 'a'}"),
+    ],
+)
+def test_runs_that_do_not_fit_the_rows_are_refused(runs: Any, message: str) -> None:
+    with refused(f"request req-1, choice 0: expected weight_versions {message}"):
+        decode_choice(with_runs(runs), num_prompt=PROMPT)

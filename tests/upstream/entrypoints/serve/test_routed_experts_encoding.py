@@ -187,5 +187,6 @@ def test_fields_of_meta_are_documented():
     assert set(meta) == {
         *("start", "num_layers", "moe_layers", "num_experts"),
         *("top_k", "dtype", "encoding", "layout"),
+        "weight_versions",
     }
     assert all(field["description"] for field in meta.values())

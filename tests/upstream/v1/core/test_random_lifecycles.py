@@ -19,10 +19,17 @@ PREFIXES = [list(range(10 + 50 * k, 34 + 50 * k)) for k in range(3)]
 class Life:
     """One engine and a random source that decides what happens to it."""
 
-    def __init__(self, engine: Engine, seed: int, *, resets: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        seed: int,
+        *,
+        resets: bool = False,
+        updates: bool = False,
+    ) -> None:
         self.engine = engine
         self.random = random.Random(seed)
-        self.resets = resets
+        self.resets, self.updates = resets, updates
         self.num_requests = self.random.randint(6, 14)
         self.aborted: set[str] = set()
         num_drafts = engine.num_drafts
@@ -38,6 +45,10 @@ class Life:
             self._add_some()
             if self.random.random() < 0.03:
                 self._abort_one()
+            if self.updates and self.random.random() < 0.2:
+                # With steps in flight, as an engine that is not paused.
+                versions = engine.weight_versions
+                self.random.choice([versions.note_change, self._set_version])()
             if self.resets and self.random.random() < 0.1:
                 # Only the async scheduler knows how to discard a step in flight.
                 if not engine.is_async or self.random.random() < 0.5:
@@ -47,6 +58,9 @@ class Life:
                 engine.step()
             assert len(engine.steps) < 500, "stuck"
         engine.drain()
+
+    def _set_version(self) -> None:
+        self.engine.weight_versions.set(f"v{len(self.engine.steps)}")
 
     def _add_some(self) -> None:
         if self.random.random() < 0.5:
@@ -90,12 +104,15 @@ class Life:
         {"is_async": True, "resets": True},
         {"is_async": True, "policy": "priority", "resets": True},
         {"is_async": True, "num_drafts": 3, "resets": True},
+        {"updates": True},
+        {"is_async": True, "policy": "priority", "updates": True},
+        {"is_async": True, "num_drafts": 3, "resets": True, "updates": True},
     ],
     ids=lambda kind: "-".join(kind) or "plain",
 )
 def test_no_life_returns_a_wrong_row(model: str, kind: dict, seed: int):
     kind = dict(kind)
-    resets = kind.pop("resets", False)
+    resets, updates = kind.pop("resets", False), kind.pop("updates", False)
     source = random.Random(seed)
     engine = make_engine(
         model,
@@ -103,7 +120,7 @@ def test_no_life_returns_a_wrong_row(model: str, kind: dict, seed: int):
         max_num_batched_tokens=source.choice([16, 17, 33, 64]),
         **kind,
     )
-    life = Life(engine, seed, resets=resets)
+    life = Life(engine, seed, resets=resets, updates=updates)
     life.run()
     for request_id in engine.answers:
         if request_id not in life.aborted:
@@ -111,6 +128,16 @@ def test_no_life_returns_a_wrong_row(model: str, kind: dict, seed: int):
         if engine.answers[request_id].token_ids:
             engine.assert_rows(request_id)
     engine.assert_nothing_is_kept()
+
+
+def test_the_random_lives_do_answer_with_rows_of_several_weights(model: str):
+    num_runs = []
+    for seed in range(6):
+        engine = make_engine(model, 13, is_async=True, num_drafts=3)
+        Life(engine, seed, updates=True).run()
+        for answer in engine.answers.values():
+            num_runs.append(len(answer.versions.runs(0, 1000)))
+    assert np.count_nonzero(np.array(num_runs) > 1) > 15
 
 
 def test_the_random_lives_do_preempt_and_hit(model: str):

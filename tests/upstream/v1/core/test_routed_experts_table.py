@@ -182,5 +182,6 @@ def test_the_table_holds_the_wire_type(num_experts: int, dtype: str):
 def test_the_table_is_as_large_as_its_slots_and_says_so():
     table = RoutedExpertsTable(INFO, num_blocks=10, block_size=BLOCK_SIZE)
     assert table.shape == (40, 3, 2)
-    # Rows of one byte a cell, one mark a slot, one step of eight bytes a block.
-    assert table.nbytes == 40 * 6 + 40 + 10 * 8
+    # Rows of one byte a cell, a mark and a version of four bytes a slot, one step of
+    # eight bytes a block.
+    assert table.nbytes == 40 * 6 + 40 + 40 * 4 + 10 * 8

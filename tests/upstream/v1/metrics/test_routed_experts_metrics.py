@@ -37,6 +37,7 @@ def test_counters_add_up_and_the_gauge_is_set():
         num_rows_stored=5,
         num_rows_returned=3,
         num_bytes_returned=48,
+        num_old_rows_returned=2,
         num_invalid_reads=1,
         table_bytes=1000,
     )
@@ -45,6 +46,7 @@ def test_counters_add_up_and_the_gauge_is_set():
     assert FakeMetric.seen == {
         ("vllm:routed_experts_rows_stored", "1"): 10,
         ("vllm:routed_experts_rows_returned", "1"): 6,
+        ("vllm:routed_experts_old_rows_returned", "1"): 4,
         ("vllm:routed_experts_bytes_returned", "1"): 96,
         ("vllm:routed_experts_invalid_reads", "1"): 2,
         ("vllm:routed_experts_table_bytes", "1"): 1000,
