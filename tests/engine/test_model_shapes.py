@@ -7,7 +7,6 @@ layers between and one with more than 256 experts.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from engines import BLOCK, seeded_prompts
 
@@ -38,13 +37,3 @@ def test_requests_as_long_as_the_model_allows(running):
     prompts = seeded_prompts(10, [500, 450, 511])
     running.check(prompts, max_tokens=12)
     running.check(prompts, max_tokens=1)
-
-
-def test_layers_follow_the_model(running):
-    options = dict(max_tokens=40, routed_experts_layout="split")
-    (output,) = running.generate(seeded_prompts(9, [40]), **options)
-    rows = np.concatenate([output.prompt_routed_experts, output.outputs[0].routed_experts])
-    info = running.scheduler.routed_experts_manager.info
-    assert info.moe_layers == running.oracle.moe_layers
-    assert rows.shape[1] == info.num_layers == running.oracle.num_layers
-    assert rows.dtype == np.uint8

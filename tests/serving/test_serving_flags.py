@@ -70,15 +70,3 @@ def test_chat_with_tools_and_reasoning_carries_rows(flagged, stream, choice):
     body = request("chat", PROMPT, max_tokens=60, tools=[TOOL], tool_choice=choice)
     answer = flagged.check(CHAT, body, stream)
     assert answer.choices[0].finish_reason is not None
-
-
-def test_more_than_256_experts_come_as_int16(flagged):
-    biggest = 0
-    for endpoint in ENDPOINTS:
-        for encoding in ("npy", "list"):
-            body = request(endpoint, PROMPT, routed_experts_encoding=encoding)
-            body["routed_experts_layout"] = "split"
-            answer = flagged.check(ENDPOINTS[endpoint], body)
-            assert answer.meta["dtype"] == "int16"
-            biggest = max(biggest, decode(answer.prompt_rows, encoding, "int16").max())
-    assert biggest > 255
