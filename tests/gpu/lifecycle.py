@@ -359,7 +359,7 @@ def judge_phases(report: dict[str, Any], running: Running, models: Path, dtype: 
 
     torch.set_num_threads(4)
     limits, case = LIMITS[dtype], running.case
-    truths = {target: Truth(models, target) for target in set(running.truths.values())}
+    truths = {target: Truth(models / target) for target in set(running.truths.values())}
     report["phases"] = {}
     for phase, answers in running.phases.items():
         truth = truths[running.truths[phase]]

@@ -29,7 +29,6 @@ _SHAPE: dict[str, Any] = dict(
     norm_topk_prob=True,
 )
 LOUDNESS = 12.0  # of the embeddings
-DENSE_LAYERS = {"moe": (2,), "other": (2,), "glm": (0,)}
 NUM_EXPERTS = 32
 MTP_LAYER = 4
 OTHER_SEED = 20270101

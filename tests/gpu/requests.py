@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from vllm_r3.demo.serve import Server
 
 NUM_REQUESTS = 256
 
@@ -56,75 +52,49 @@ def make_requests() -> list[tuple[list[int], int]]:
 def served_rows(args: dict[str, Any], model: str, out: str, requests: int) -> None:
     """Serve the model, send `requests` of the requests twice, all at once, and save the rows.
 
-    `args` are engine arguments by their Python names.
+    `args` are engine arguments by their Python names. The server's log lies beside `out`.
     """
     import httpx
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    command += ["--port", str(port)]
+    options = []
     for name, value in args.items():
         flag = "--" + name.replace("_", "-")
-        command += [flag] if value is True else [flag, str(value)]
-    server = subprocess.Popen(command, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    begin = time.time()
-    try:
-        with httpx.Client(timeout=200, limits=httpx.Limits(max_connections=300)) as client:
-            _wait(client, url, server)
-            print(f"started in {time.time() - begin:.0f} s", flush=True)
-            print("info", client.get(f"{url}/routed_experts/info").text, flush=True)
-            # Servers of several ranks on one GPU start together, but compute in turn.
-            with open(Path(out).parent / "turn", "w") as turn:
-                fcntl.flock(turn, fcntl.LOCK_EX)
-                begin = time.time()
-                np.savez(out, **_ask_all(client, url, requests))
-                print(f"ran in {time.time() - begin:.0f} s", flush=True)
-            metrics = client.get(f"{url}/metrics").text.splitlines()
-            wanted = ("vllm:routed_experts", "vllm:prefix_cache_hits_total", "vllm:num_preempt")
-            print("\n".join(line for line in metrics if line.startswith(wanted)), flush=True)
-    finally:
-        server.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
+        options += [flag] if value is True else [flag, str(value)]
+    log = Path(out).with_suffix(".server.log")
+    with Server(Path(model), *options, log_path=log) as server:
+        print("info", server.ask("/routed_experts/info"), flush=True)
+        limits = httpx.Limits(max_connections=300)
+        # Servers of several ranks on one GPU start together, but compute in turn.
+        with (
+            httpx.Client(base_url=server.url, timeout=200, limits=limits) as client,
+            open(Path(out).parent / "turn", "w") as turn,
+        ):
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            begin = time.time()
+            np.savez(out, **_ask_all(client, requests))
+            print(f"ran in {time.time() - begin:.0f} s", flush=True)
+        metrics = server.request("GET", "/metrics")[1].decode().splitlines()
+        wanted = ("vllm:routed_experts", "vllm:prefix_cache_hits_total", "vllm:num_preempt")
+        print("\n".join(line for line in metrics if line.startswith(wanted)), flush=True)
 
 
-def _ask_all(client: Any, url: str, requests: int) -> dict[str, np.ndarray]:
+def _ask_all(client: Any, requests: int) -> dict[str, np.ndarray]:
     saved: dict[str, np.ndarray] = {}
     for turn in range(2):
         with ThreadPoolExecutor(256) as pool:
             asked = make_requests()[:requests]
-            answers = list(pool.map(lambda request: _ask(client, url, *request), asked))
+            answers = list(pool.map(lambda request: _ask(client, *request), asked))
         for i, (tokens, rows) in enumerate(answers):
             saved[f"tokens{turn}_{i}"], saved[f"rows{turn}_{i}"] = tokens, rows
     return saved
 
 
-def _wait(client: Any, url: str, server: subprocess.Popen) -> None:
-    import httpx
-
-    while server.poll() is None:
-        try:
-            if client.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    raise SystemExit(f"the server ended with {server.returncode}")
-
-
-def _ask(
-    client: Any, url: str, prompt: list[int], max_tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _ask(client: Any, prompt: list[int], max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     from vllm_r3.client import decode_choice
 
     sampling = dict(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     answer = client.post(
-        f"{url}/inference/v1/generate",
+        "/inference/v1/generate",
         json=dict(token_ids=prompt, sampling_params=sampling, return_routed_experts=True),
     )
     answer.raise_for_status()

@@ -32,9 +32,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.gpu.lifecycle_truth import NO_LIMITS, Answer, Truth, compare_runs, judge
 from tests.gpu.ray_head import ray_head
 from tests.gpu.requests import make_model, make_requests, served_rows
-from vllm_r3.checks.rows import differing_cells, repeating_cells
 
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
@@ -114,7 +114,6 @@ SUITES: dict[str, dict[str, Config]] = {
         "v2-preempting": ("plain", V2, dict(num_gpu_blocks_override=400)),
     },
 }
-DENSE_LAYER = 2
 COMMON = dict(
     max_model_len=1024,
     max_num_batched_tokens=1024,
@@ -170,81 +169,12 @@ def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: st
     print(f"ran in {time.time() - begin:.0f} s", flush=True)
 
 
-def compare_with_reference(found: dict, reference: dict) -> dict[str, int]:
-    """Rows that are equal, of those where all tokens up to them are the same."""
-    result = dict(rows=0, equal=0, other_tokens=0, differing_cells=0, cells=0)
-    for key in found:
-        if not key.startswith("rows"):
-            continue
-        tokens, expected_tokens = found["tokens" + key[4:]], reference["tokens" + key[4:]]
-        same = int(
-            (tokens[: len(expected_tokens)] == expected_tokens[: len(tokens)]).cumprod().sum()
-        )
-        result["other_tokens"] += same < len(expected_tokens)
-        length = min(same, len(found[key]), len(reference[key]))
-        a, b = found[key][:length], reference[key][:length]
-        result["rows"] += length
-        result["equal"] += int((a == b).all(axis=(1, 2)).sum())
-        cells = differing_cells(a, b)
-        result["differing_cells"] += int(cells.sum())
-        result["cells"] += cells.size
-    return result
-
-
-class Comparison:
-    """A float32 forward pass with hooks on the routers, and what it says about found rows."""
-
-    def __init__(self, model: str) -> None:
-        import torch
-
-        from vllm_r3.replay.oracle import Oracle
-
-        self.oracle = Oracle(model, device="cuda" if torch.cuda.is_available() else "cpu")
-        self.known: dict[bytes, Any] = {}
-
-    def truth(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and the margins of the MoE layers, a row a token."""
-        key = tokens.tobytes()
-        if key not in self.known:
-            truth = self.oracle.truth(tokens.tolist())
-            layers = self.oracle.moe_layers
-            self.known[key] = truth.rows[:, layers], truth.margins[:, layers]
-        return self.known[key]
-
-    def compare(self, found: dict) -> dict[str, Any]:
-        """Differing cells, and the largest margin at which any sequence differs first.
-
-        After a near tie has fallen the other way, what follows differs by right: the first
-        differing cell of a sequence, tokens before layers, is the one to be judged.
-        """
-        cells = differing = sequences = different = repeated = 0
-        margin = 0.0
-        for key in found:
-            if not key.startswith("rows"):
-                continue
-            tokens, rows = found["tokens" + key[4:]], found[key]
-            if len(rows) != len(tokens) - 1:
-                raise ValueError(f"{key}: {len(rows)} rows for {len(tokens)} tokens")
-            if rows[:, DENSE_LAYER].any():
-                raise ValueError(f"{key}: the dense layer is not zero")
-            expected, margins = self.truth(tokens)
-            found_rows = rows[:, self.oracle.moe_layers]
-            repeated += int(repeating_cells(found_rows).sum())
-            bad = differing_cells(found_rows, expected)
-            sequences, cells = sequences + 1, cells + bad.size
-            differing += int(bad.sum())
-            if bad.any():
-                different += 1
-                first_token = int(bad.any(-1).argmax())
-                margin = max(margin, float(margins[first_token, bad[first_token].argmax()]))
-        return dict(
-            sequences=sequences,
-            differing_sequences=different,
-            cells=cells,
-            differing_cells=differing,
-            largest_first_margin=float(f"{margin:.3g}"),
-            cells_with_repeated_ids=repeated,
-        )
+def answers_of(saved: Path) -> dict[str, Answer]:
+    """The answers of a run by turn and request; where a prompt ended is not kept."""
+    with np.load(saved) as arrays:
+        names = [name.removeprefix("rows") for name in arrays if name.startswith("rows")]
+        pairs = {name: (arrays[f"tokens{name}"], arrays[f"rows{name}"]) for name in names}
+    return {name: Answer(tokens, rows, len(tokens)) for name, (tokens, rows) in pairs.items()}
 
 
 def arguments(suite: str, name: str, num_gpus: int) -> tuple[dict[str, str], dict[str, Any]]:
@@ -288,10 +218,12 @@ def run_config(
 class Report:
     """What was found, written again after every comparison."""
 
-    def __init__(self, out: Path, work: Path, model: Path, jobs: list[tuple[str, str]]) -> None:
-        self.out, self.work, self.model, self.jobs = out, work, model, jobs
+    def __init__(
+        self, out: Path, work: Path, model: Path, jobs: list[tuple[str, str]], device: str
+    ) -> None:
+        self.out, self.work, self.model, self.jobs, self.device = out, work, model, jobs, device
         self.lock = threading.Lock()
-        self.comparison: Comparison | None = None
+        self.truth: Truth | None = None
         self.found: dict[str, Any] = {}
         self.waiting: dict[str, set[str]] = {}
 
@@ -312,12 +244,17 @@ class Report:
         path = self.work / f"{suite}-{name}.npz"
         if path.exists():
             try:
-                found = dict(np.load(path))
+                answers = answers_of(path)
+                found = list(answers.values())
                 reference = self.work / f"{suite}-{SUITES[suite][name][0]}.npz"
                 if reference.exists():
-                    entry["reference"] = compare_with_reference(found, dict(np.load(reference)))
-                self.comparison = self.comparison or Comparison(str(self.model))
-                entry["oracle"] = self.comparison.compare(found)
+                    others = answers_of(reference)
+                    other = [others[number] for number in answers]
+                    entry["reference"] = compare_runs(found, other, NO_LIMITS)
+                self.truth = self.truth or Truth(self.model, self.device)
+                entry["oracle"] = judge(self.truth, found, NO_LIMITS)
+                if entry["oracle"]["problems"]:
+                    entry["error"] = "; ".join(entry["oracle"]["problems"])
             except Exception as error:
                 entry["error"] = f"{type(error).__name__}: {error}"
         print(f"{suite}/{name}", json.dumps(entry), flush=True)
@@ -334,7 +271,7 @@ def main(out: Path, suites: list[str], at_once: int, limit: int, only: str) -> i
     listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
     num_gpus = len(listed.splitlines())
     jobs = [(s, n) for s in suites for n in SUITES[s] if not only or n in only.split(",")]
-    report = Report(out, work, model, jobs)
+    report = Report(out, work, model, jobs, "cuda" if num_gpus else "cpu")
 
     def run(suite: str, name: str) -> int:
         begin = time.time()
