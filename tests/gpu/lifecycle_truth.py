@@ -116,10 +116,7 @@ class Judgement:
         self.counts = dict.fromkeys(
             ("answers", "rows", "equal_rows", "expected_rows", "cells", "differing_cells"), 0
         )
-        self.counts |= dict.fromkeys(
-            ("differing_answers", "cells_with_repeated_ids", "rows_like_the_one_before"), 0
-        )
-        self.counts["rows_like_the_one_before_in_the_truth"] = 0
+        self.counts |= dict.fromkeys(("differing_answers", "cells_with_repeated_ids"), 0)
         self.by_layer = np.zeros(len(truth.moe_layers), dtype=int)
         self.margin = self.behind = 0.0
         self.spoiled: dict[str, list[int]] = {}
@@ -145,11 +142,6 @@ class Judgement:
         counts["equal_rows"] += int((~wrong.any(-1)).sum())
         self.by_layer += wrong.sum(0)
         counts["cells_with_repeated_ids"] += int(repeating_cells(rows[:, layers]).sum())
-        same, truly = (
-            (~differing_cells(x[1:], x[:-1])).all(-1).sum() for x in (rows[:, layers], ids)
-        )
-        counts["rows_like_the_one_before"] += int(same)
-        counts["rows_like_the_one_before_in_the_truth"] += int(truly)
         if wrong.any():
             # What follows a near tie that fell the other way may differ by right.
             token = int(wrong.any(-1).argmax())
