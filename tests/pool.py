@@ -83,6 +83,8 @@ CONFIGURATIONS: dict[str, InProcess | Serve] = {
     "moe-async": InProcess("moe", CHUNKS | dict(is_async=True)),
     # two groups of KV-cache layers that share a pool of blocks
     "exaone": InProcess("exaone", dict(num_gpu_blocks_override=200, max_num_batched_tokens=64)),
+    # MoE layers 1 and 2 in one stage, 4 in the other
+    "two-stages": InProcess("dense-between", CHUNKS | dict(pipeline_parallel_size=2)),
     "mixtral-two-ranks": InProcess("mixtral", dict(tensor_parallel_size=2)),
     "olmoe-compiled": InProcess("olmoe", dict(compiled=True, routed_experts_layout="full")),
     "qwen2-ngram": InProcess("qwen2", drafts("ngram", prompt_lookup_max=3, prompt_lookup_min=1)),

@@ -14,7 +14,7 @@ EDGES = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1]
 
 pytestmark = pytest.mark.parametrize(
     "running",
-    ["exaone", "mixtral-two-ranks", "olmoe-compiled", "qwen2-ngram", "glm4-mtp"],
+    ["exaone", "two-stages", "mixtral-two-ranks", "olmoe-compiled", "qwen2-ngram", "glm4-mtp"],
     indirect=True,
     scope="module",
 )

@@ -9,7 +9,9 @@ import pytest
 from engines import BLOCK, seeded_prompts
 
 BLOCKS = 23
-pytestmark = pytest.mark.parametrize("running", ["moe", "moe-async"], indirect=True, scope="module")
+pytestmark = pytest.mark.parametrize(
+    "running", ["moe", "moe-async", "two-stages"], indirect=True, scope="module"
+)
 
 
 @pytest.fixture(autouse=True)

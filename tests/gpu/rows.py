@@ -11,7 +11,8 @@ added to OUT/rows.json as soon as its engine has ended.
   prompt in one piece; rows must be bit-identical whatever runs beside them, on both runners.
 - `values`: float32 without TF32, 256 requests of mixed lengths at once, cold and then warm;
   rows must be those of a float32 Hugging Face forward pass but for near ties.
-- `parallel`: the same through `vllm serve`, with tensor, expert, data and sequence parallelism.
+- `parallel`: the same through `vllm serve`, with tensor, expert, data, sequence and pipeline
+  parallelism.
   Where GPUs are missing all ranks share one (`tests.gpu.shared_gpu`).
 - `ray`: the same with both Ray executors, on a Ray that is told of two GPUs.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,6 +50,7 @@ SYNC = dict(async_scheduling=False)
 WHOLE = UNCACHED | dict(enable_chunked_prefill=False)
 NGRAM = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3))
 TP2 = dict(tensor_parallel_size=2)
+PP2 = dict(pipeline_parallel_size=2)
 DP2 = dict(data_parallel_size=2, api_server_count=1)
 EP = dict(enable_expert_parallel=True)
 EPLB = dict(
@@ -68,6 +71,9 @@ SUITES: dict[str, dict[str, Config]] = {
         "tp2-ep-eplb": ("tp1", {}, TP2 | EP | EPLB),
         "dp2-ep-v2": ("tp1", V2, DP2 | EP),
         "dp2": ("tp1", {}, DP2),
+        "pp2": ("tp1", {}, PP2),
+        "pp2-v2": ("tp1", V2, PP2),
+        "pp2-tp2-ep": ("tp1", {}, PP2 | TP2 | EP),
         "tp2-dp2-ep": ("tp1", {}, TP2 | DP2 | EP),
     },
     "ray": {
@@ -128,7 +134,8 @@ COMMON = dict(
 
 def ranks(suite: str, name: str) -> int:
     args = SUITES[suite][name][2]
-    return args.get("tensor_parallel_size", 1) * args.get("data_parallel_size", 1)
+    kinds = ("tensor", "data", "pipeline")
+    return math.prod(args.get(f"{kind}_parallel_size", 1) for kind in kinds)
 
 
 def num_requests(suite: str, name: str) -> int:

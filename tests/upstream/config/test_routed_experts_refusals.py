@@ -69,6 +69,7 @@ def configure(tmp_path, monkeypatch):
         (layers(*["sliding_attention"] * 2), {"disable_sliding_window": True}),
         (layers(*["sliding_attention"] * 2), {"max_model_len": 16}),
         (MOE, {"scheduler_cls": Scheduler}),
+        (MOE, {"pipeline_parallel_size": 2}),
         (
             MOE,
             {"ec_transfer_config": ECTransferConfig(**EC, ec_role="ec_both")},
@@ -110,6 +111,14 @@ class OwnScheduler:
             MOE,
             {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"},
             "--enable-dbo",
+        ),
+        (
+            MOE,
+            {
+                "pipeline_parallel_size": 2,
+                "distributed_executor_backend": "external_launcher",
+            },
+            "--pipeline-parallel-size with the external_launcher",
         ),
         (MOE, {"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         (MOE, {"kv_offloading_size": 1}, "--kv-offloading-size 1"),
@@ -166,10 +175,6 @@ def test_simulated_routing_is_refused(configure, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (
-            {"pipeline_parallel_size": 2},
-            "pipeline parallelism (pipeline_parallel_size=2)",
-        ),
         (
             {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
             "decode context parallelism (decode_context_parallel_size=2)",

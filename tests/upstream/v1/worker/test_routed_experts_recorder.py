@@ -16,6 +16,7 @@ import torch
 
 import vllm.v1.worker.routed_experts as worker_routed_experts
 from vllm.distributed.eplb.eplb_state import EplbLayerState
+from vllm.model_executor.layers.fused_moe.routed_experts_stages import StageLayers
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import (
     ZeroExpertRouter,
 )
@@ -72,6 +73,7 @@ def make_zero_expert_router(bias: torch.Tensor) -> ZeroExpertRouter:
 def make_layer(number: int, num_experts: int, bias: torch.Tensor | None, **moe_config):
     return SimpleNamespace(
         layer_id=number,
+        top_k=TOP_K,
         logical_num_experts=num_experts,
         router=SimpleNamespace() if bias is None else make_zero_expert_router(bias),
         moe_config=SimpleNamespace(**({"is_sequence_parallel": False} | moe_config)),
@@ -89,6 +91,9 @@ def build_recorder(
     tensor_parallel_size: int = 1,
     staging_dtype: torch.dtype = torch.int32,
     device: str = "cpu",
+    moe_layers: list[int] = MOE_LAYERS,
+    stages: list[StageLayers] | None = None,
+    stage: int = 0,
     **moe_config,
 ) -> RoutedExpertsRecorder:
     """Build a recorder around a staging buffer of the CPU, without a model.
@@ -97,17 +102,24 @@ def build_recorder(
     of a monkeypatch.
     """
 
-    def bind(model, num_layers, max_num_tokens, device):
-        staging = torch.full(
-            (num_layers, max_num_tokens, TOP_K), -1, dtype=staging_dtype
-        )
-        dense = [n for n in range(num_layers) if n not in MOE_LAYERS]
-        staging[dense] = 0
-        layers = [make_layer(n, num_experts, bias, **moe_config) for n in MOE_LAYERS]
-        return staging, layers
+    def bind(layers, row_shape, max_num_tokens, device):
+        num_layers, top_k = row_shape
+        shape = (num_layers, max_num_tokens, top_k)
+        staging = torch.zeros(shape, dtype=staging_dtype)
+        staging[moe_layers] = -1
+        return staging
 
+    layers = [make_layer(n, num_experts, bias, **moe_config) for n in moe_layers]
     group = group or Group()
+    pp_group = SimpleNamespace(
+        rank_in_group=stage, is_last_rank=stage == len(stages or [0]) - 1
+    )
+    set_attribute(worker_routed_experts, "find_moe_layers", lambda *args: layers)
     set_attribute(worker_routed_experts, "bind_routed_experts", bind)
+    set_attribute(
+        worker_routed_experts, "gather_from_stages", lambda own: stages or [own]
+    )
+    set_attribute(worker_routed_experts, "get_pp_group", lambda: pp_group)
     set_attribute(worker_routed_experts, "get_tp_group", lambda: group)
     vllm_config = SimpleNamespace(
         model_config=SimpleNamespace(
