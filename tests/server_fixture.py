@@ -276,6 +276,7 @@ OURS = (
     "routed_experts_prompt_start",
     "routed_experts_encoding",
     "routed_experts_layout",
+    "routed_experts_stream",
 )
 
 

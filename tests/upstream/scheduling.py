@@ -31,6 +31,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.answered_aborts import abort_and_answer
+from vllm.v1.engine.routed_experts import hand_out_rows_of_step
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -219,6 +220,8 @@ class Answer:
     versions: ChoiceVersions = field(default_factory=lambda: ChoiceVersions(None, 0))
     # What the weights were called then, by number.
     version_names: list[str] = field(default_factory=list)
+    # Whether rows come with every token.
+    is_delta: bool = False
     # Rows of the passes that led to `token_ids`, of all tokens but the last.
     true_rows: list[np.ndarray] = field(default_factory=list)
 
@@ -227,7 +230,13 @@ class Answer:
         stop = len(self.prompt) + len(self.token_ids) - 1
         self.true_rows += led_to[len(self.true_rows) : stop]
         assert self.finish_reason is None, "an output after the last one"
-        self.rows, self.error = output.routed_experts, output.error
+        rows, self.error = output.routed_experts, output.error
+        if self.is_delta and rows is not None:
+            held = rows[:0] if self.rows is None else self.rows
+            self.rows = np.concatenate([held, rows])
+            assert len(self.rows) == stop or output.error
+        else:
+            self.rows = rows
         self.versions.add(output.weight_versions)
         if output.finish_reason is not None:
             self.finish_reason = str(output.finish_reason)
@@ -291,7 +300,9 @@ class Engine:
                 block_hasher=self._hasher,
             )
         )
-        self.answers[request_id] = Answer(list(prompt))
+        self.answers[request_id] = Answer(
+            list(prompt), is_delta=sampling_params.routed_experts_stream == "delta"
+        )
 
     def launch(self) -> SchedulerOutput:
         """Schedule a step and run it, without looking at what came of it."""
@@ -306,6 +317,7 @@ class Engine:
         """Hand the oldest launched step's output to the scheduler."""
         scheduled, output, led_to = self.in_flight.popleft()
         for outputs in self.scheduler.update_from_output(scheduled, output).values():
+            hand_out_rows_of_step(outputs)
             for one in outputs.outputs:
                 self._take(one, led_to.get(one.request_id, []))
         if self.num_drafts and not self.is_async:
@@ -371,6 +383,7 @@ class Engine:
         manager = self.scheduler.routed_experts_manager
         assert (manager._saved, manager._in_flight) == ({}, {})
         assert (manager._saved_versions, manager._versions_told) == ({}, {})
+        assert (manager._next_row, manager._slots_to_send) == ({}, {})
         assert self.num_free_blocks == self.table.num_blocks - 1
 
     def num_preemptions(self, request_id: str) -> int:

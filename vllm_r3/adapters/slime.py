@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from vllm_r3.client import ChoiceRoutes, RoutesError, RouteShape, RowFiles, decode_choice
+from vllm_r3.client import (
+    ChoiceRoutes,
+    RoutesError,
+    RouteShape,
+    RowFiles,
+    StreamedAnswer,
+    decode_choice,
+)
 
 FIELD = "rollout_routed_experts"
 
@@ -36,7 +43,8 @@ def assign_routed_experts(
 
     Args:
         sample: has `tokens` and `rollout_routed_experts` (None, array, tensor, list of either).
-        response: the parsed body of any server that `vllm_r3.client` reads.
+        response: the parsed body of any server that `vllm_r3.client` reads, or a `StreamedAnswer`:
+            of a stream that was cut the sample gets the rows of the tokens that came.
         args: has `num_layers`, `moe_router_topk` and, optionally, `num_experts`, `moe_layer_freq`.
         start: the start that was sent; default: what the answer says, else 0.
         choice: which choice the sample took.
@@ -51,6 +59,8 @@ def assign_routed_experts(
     """
     index = getattr(sample, "index", None)
     name = "sample" if index is None else f"sample {index}"
+    if isinstance(response, StreamedAnswer):
+        response = response.answer(cut=True)
     tokens = list(sample.tokens)
     routes = _decode(response, tokens, args, start, choice, name, files or RowFiles())
     if routes.rows is None:

@@ -81,6 +81,20 @@ class Connection:
         except ValueError:
             return Reply(status, None)
 
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """POST a request for a stream; return its chunks."""
+        try:
+            status, data = send("POST", self.url + path, body | {"stream": True}, self.timeout)
+            lines = [line[5:].strip() for line in data.splitlines() if line.startswith(b"data:")]
+            if status == 200 and lines[-1:] == [b"[DONE]"]:
+                return [json.loads(line) for line in lines[:-1]]
+        except (OSError, ValueError) as error:
+            raise R3Error(f"{self.url}{path}: expected a stream, got {error}") from None
+        raise R3Error(
+            f"{self.url}{path}: expected a stream that ends in [DONE], got HTTP {status}, "
+            f"{data[-200:].decode(errors='replace')!r}"
+        )
+
     def prompt(self, length: int, room: int = 16) -> list[int]:
         """Return `length` token ids of plain text, fewer where the model holds fewer."""
         length = length if self.max_len is None else min(length, self.max_len - room)
@@ -99,9 +113,12 @@ class Connection:
             params["max_new_tokens"] = max_tokens
             body = {"input_ids": tokens, "sampling_params": params, "return_routed_experts": True}
             return self.ask("/generate", {**body, **more})
-        params["max_tokens"] = max_tokens
-        body = {"model": self.model, "token_ids": tokens, "sampling_params": params}
-        return self.ask(GENERATE, {**body, **more})
+        return self.ask(GENERATE, self.body(tokens, max_tokens, **more))
+
+    def body(self, tokens: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+        """What the generate endpoint takes."""
+        params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens}
+        return {"model": self.model, "token_ids": tokens, "sampling_params": params, **more}
 
     def openai(self, path: str, max_tokens: int, **more: Any) -> Reply:
         """The same through `/v1/completions` (prompt) or `/v1/chat/completions` (messages)."""

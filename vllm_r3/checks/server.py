@@ -16,6 +16,7 @@ import numpy as np
 
 from vllm_r3.checks.connect import CHAT, COMPLETIONS, GENERATE, INFO, TEXT, Connection, connect
 from vllm_r3.checks.rows import compare_rows, find_problems
+from vllm_r3.client import StreamedAnswer
 from vllm_r3.client.npy import decode_segment
 from vllm_r3.errors import R3Error
 
@@ -286,3 +287,15 @@ def _forms(facts: Facts) -> None:
             answer = facts.ask(routed_experts_encoding=encoding, routed_experts_layout=layout)
             facts.same(facts.read(answer), cold, f"{encoding} {layout}")
             hold_form(answer, encoding, layout, str(cold.dtype))
+
+
+@_check("routed_experts_stream delta")
+def _delta(facts: Facts) -> None:
+    cold, stream = facts.cold(), StreamedAnswer()
+    body = facts.server.body(facts.tokens, facts.max_tokens, routed_experts_stream="delta")
+    for at, chunk in enumerate(facts.server.stream(GENERATE, body), 1):
+        stream.add(chunk)
+        if any(choice.get("token_ids") for choice in chunk.get("choices") or []):
+            rows = facts.read(stream.answer(cut=True))
+            facts.same(rows, cold[: len(rows)], f"delta, chunk {at}")
+    facts.same(facts.read(stream.answer()), cold, "delta")

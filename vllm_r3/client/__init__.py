@@ -6,7 +6,7 @@ npy       one field to an array: npy, headerless int32, lists
 servers   where each server puts what
 merge     segments to one array, counts and ids checked
 decode    an answer to the rows of its choices
-stream    chunks to an answer
+stream    chunks to an answer, also of a stream that was cut
 rollout   turns, aborts and resumes to the trainer's array
 """
 
@@ -15,7 +15,7 @@ from vllm_r3.client.files import RowFiles
 from vllm_r3.client.merge import Count
 from vllm_r3.client.rollout import RolloutRoutes, Turn
 from vllm_r3.client.shape import RoutesError, RouteShape, dtype_for
-from vllm_r3.client.stream import collect_stream
+from vllm_r3.client.stream import StreamedAnswer, collect_stream
 
 __all__ = [
     "ChoiceRoutes",
@@ -24,6 +24,7 @@ __all__ = [
     "RouteShape",
     "RoutesError",
     "RowFiles",
+    "StreamedAnswer",
     "Turn",
     "collect_stream",
     "decode_answer",

@@ -18,6 +18,7 @@ import numpy as np
 from vllm_r3.client.decode import decode_choice
 from vllm_r3.client.files import NO_FILES, RowFiles
 from vllm_r3.client.shape import UNKNOWN, RoutesError, RouteShape
+from vllm_r3.client.stream import StreamedAnswer
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class RolloutRoutes:
 
         Args:
             prompt: the token ids that were sent.
-            answer: the parsed body; its choice must carry `token_ids` (ask with return_token_ids).
+            answer: the parsed body, or the stream as far as it came; its choice must carry
+                `token_ids` (ask with return_token_ids).
             start: the `routed_experts_prompt_start` that was sent; default: what the answer says.
             choice: which choice to follow.
 
@@ -82,6 +84,8 @@ class RolloutRoutes:
             RoutesError: the rows leave a gap, belong to other tokens, or do not fit.
         """
         prompt = [int(token) for token in prompt]
+        if isinstance(answer, StreamedAnswer):
+            answer = answer.answer(cut=True)
         routes = decode_choice(
             answer,
             choice,

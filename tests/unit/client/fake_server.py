@@ -120,6 +120,26 @@ class FakeServer:
         self._place(answer, choice, rows, len(prompt), start, body if known else {})
         return 200, answer
 
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The chunks of an answer, the last token in one of its own."""
+        _, whole = self.post(path, body)
+        (choice,) = whole["choices"]
+        if {"no meta", "no delta"} & self.faults or self.kind != "r3":
+            return [whole]
+        meta, tokens = whole["routed_experts_meta"], choice["token_ids"]
+        prompt = len(self._prompt(path, body))
+        rows = self._rows([*self._prompt(path, body), *tokens])[prompt:]
+        row = prompt + len(rows) - 1
+        head = choice | {"token_ids": tokens[:-1], "routed_experts": npy(rows[:-1])}
+        last = {"index": 0, "token_ids": tokens[-1:], "routed_experts": npy(rows[-1:])}
+        return [
+            whole | {"choices": [head | {"finish_reason": None}]},
+            {
+                "choices": [last | {"finish_reason": "length"}],
+                "routed_experts_meta": meta | {"start": row},
+            },
+        ]
+
     def _place(
         self, answer: dict, choice: dict, rows: np.ndarray, prompt: int, start: int, body: dict
     ) -> None:
@@ -148,10 +168,17 @@ def serving(kind: str = "r3", faults: tuple[str, ...] = ()) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._answer(*fake.post(self.path, body))
+            if body.get("stream"):
+                lines = [json.dumps(chunk) for chunk in fake.stream(self.path, body)]
+                self._send(200, "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]))
+            else:
+                self._answer(*fake.post(self.path, body))
 
         def _answer(self, status: int, body: Any) -> None:
-            data = json.dumps(body).encode()
+            self._send(status, json.dumps(body))
+
+        def _send(self, status: int, text: str) -> None:
+            data = text.encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -11,7 +11,7 @@ HEAVY = ("torch", "transformers", "vllm", "matplotlib", "httpx", "requests", "me
 
 
 def test_public_names_are_these() -> None:
-    names = "ChoiceRoutes Count RolloutRoutes RouteShape RoutesError RowFiles Turn"
+    names = "ChoiceRoutes Count RolloutRoutes RouteShape RoutesError RowFiles StreamedAnswer Turn"
     functions = "collect_stream decode_answer decode_choice dtype_for"
     assert sorted(vllm_r3.client.__all__) == [*names.split(), *functions.split()]
     assert all(hasattr(vllm_r3.client, name) for name in vllm_r3.client.__all__)

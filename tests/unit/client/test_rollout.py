@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from sample_answers import full_answer, npy, refused, rows_of, split_answer
 
-from vllm_r3.client import RolloutRoutes, RouteShape, collect_stream, decode_choice
+from vllm_r3.client import (
+    RolloutRoutes,
+    RouteShape,
+    StreamedAnswer,
+    collect_stream,
+    decode_choice,
+)
 
 ALL = rows_of(40)
 
@@ -194,3 +200,49 @@ def test_a_stream_that_stops_early_is_refused() -> None:
         collect_stream([head])
     with refused("stream: expected chunks with choices, got none in 0 chunks"):
         collect_stream([])
+
+
+def deltas(layout: str, start: int = 0) -> list[dict]:
+    """Chunks for 5 prompt and 6 generated tokens: the prompt in pieces, then 1, 2 and 3 tokens."""
+    meta = answer_to(9, 5, 0)["routed_experts_meta"] | {"layout": layout}
+    chunks, row = [], start
+    for stop, tokens in ((3, []), (5, []), (5, [5]), (7, [6, 7]), (9, []), (10, [8, 9, 10])):
+        choice = {"index": 0, "finish_reason": "stop" if stop == 10 else None}
+        choice |= {"token_ids": tokens} if tokens else {}
+        chunk = {"request_id": "req-1", "routed_experts_meta": meta | {"start": row}}
+        if layout == "split" and stop <= 5 and not tokens:
+            chunk |= {"choices": [], "prompt_routed_experts": npy(ALL[row:stop])}
+        else:
+            chunk["choices"] = [choice | {"routed_experts": npy(ALL[row:stop])}]
+        chunks.append(chunk)
+        row = stop
+    return chunks
+
+
+@pytest.mark.parametrize("layout", ["split", "full"])
+@pytest.mark.parametrize("start", [0, 2])
+def test_deltas_fold_like_the_whole_answer_wherever_they_are_cut(layout: str, start: int) -> None:
+    chunks = deltas(layout, start)
+    routes = decode_choice(collect_stream(chunks), num_prompt=5)
+    assert routes.count.start == start
+    np.testing.assert_array_equal(routes.rows, ALL[start:10])
+    for cut, num_tokens in enumerate((0, 0, 0, 1, 3, 3, 6)):
+        stream = StreamedAnswer()
+        for chunk in chunks[:cut]:
+            stream.add(chunk)
+        rollout = RolloutRoutes()
+        if start:
+            rollout.put(ALL[:start], start=0)
+            rollout.tokens = tokens_to(start + 1)
+        turn = rollout.add_turn(tokens_to(5), stream.answer(cut=True), start=start)
+        assert (turn.generated, len(rollout.tokens)) == (num_tokens, 5 + num_tokens)
+        if num_tokens:
+            np.testing.assert_array_equal(rollout.finish(), ALL[: 4 + num_tokens])
+        else:
+            assert rollout.next_start == start and "aborted after 0 tokens" in turn.note
+
+
+def test_deltas_with_a_gap_are_refused() -> None:
+    head, *_, tail = deltas("split")[2:]
+    with refused("request req-1, routed_experts: expected rows from 5 on in the next chunk, got 9"):
+        collect_stream([head, tail])

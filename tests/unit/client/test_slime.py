@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_answers import full_answer, refused, rows_of, sglang_answer, split_answer
+from sample_answers import full_answer, npy, refused, rows_of, sglang_answer, split_answer
 
 from vllm_r3.adapters.slime import assign_routed_experts, engine_flags
+from vllm_r3.client import StreamedAnswer
 
 ALL = rows_of(40)
 ARGS = SimpleNamespace(num_layers=3, moe_router_topk=2, num_experts=16)
@@ -155,3 +156,21 @@ def test_what_the_user_overrode_is_kept_and_warned_of() -> None:
 def test_an_unknown_server_is_refused() -> None:
     with refused("server must be one of r3, 0.21, 0.22, got sglang"):
         engine_flags(SimpleNamespace(), server="sglang")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_a_cut_stream_leaves_a_sample_whose_rows_fit_its_tokens(cut: int) -> None:
+    head, stream = split_answer(ALL[:5], 5, finish_reason=None), StreamedAnswer()
+    after = [split_answer(ALL[:stop], stop, start=stop, finish_reason=None) for stop in (6, 7)]
+    for row, chunk in enumerate(after, 5):
+        chunk["routed_experts_meta"]["start"] = row
+        del chunk["prompt_routed_experts"]
+        chunk["choices"][0]["routed_experts"] = npy(ALL[row : row + 1])
+    for chunk in [head, *after][:cut]:
+        stream.add(chunk)
+    sample = sample_of(5 + cut)
+    note = assign_routed_experts(sample, stream, ARGS)
+    if cut:
+        np.testing.assert_array_equal(sample.rollout_routed_experts, ALL[: 4 + cut])
+    else:
+        assert "aborted after 0 tokens" in note and sample.rollout_routed_experts is None

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Random requests on too few blocks: every answer is right or the seed says how to see why.
 
-Shared prefixes, chunks, preemption, drafts, stop strings, answered aborts and forced resets
-meet here in orders that nobody has thought of.
+Shared prefixes, chunks, preemption, drafts, stop strings, answered aborts, forced resets and
+rows with every token meet here in orders that nobody has thought of.
 """
 
 import random
@@ -78,6 +78,7 @@ class Life:
                 prefix + tail,
                 max_tokens=self.random.choice([1, 2, 5, 12]),
                 priority=self.random.randint(0, 2),
+                routed_experts_stream=["end", "delta"][number % 2],
                 stop=["never"] if self.random.random() < 0.3 else None,
             )
 
