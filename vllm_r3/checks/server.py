@@ -8,7 +8,10 @@ shape that are all zeros: that is what this is for. It imports numpy and the sta
 from __future__ import annotations
 
 import reprlib
+import secrets
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,8 @@ from vllm_r3.client import StreamedAnswer
 from vllm_r3.client.npy import decode_segment
 from vllm_r3.errors import R3Error
 
+ABORT = "/inference/v1/abort_requests"
+LONGEST = 2000  # tokens of the request that is aborted
 META_FIELDS = ("num_layers", "moe_layers", "num_experts", "top_k", "dtype", "encoding", "layout")
 INFO_FIELDS = ("enabled", *META_FIELDS, "version")
 NPY_1_0 = "k05VTVBZAQ"  # how base64 of an npy blob of format 1.0 begins
@@ -263,6 +268,32 @@ def _off(facts: Facts) -> None:
     answer = facts.ask(return_routed_experts=False)
     if answer["choices"][0].get("routed_experts") is not None:
         raise R3Error("expected an answer without rows, got rows")
+
+
+@_check("weight versions")
+def _versions(facts: Facts) -> None:
+    facts.cold()
+    versions = facts.server.decode(facts.first, len(facts.tokens)).versions
+    runs = (facts.first.get("routed_experts_meta") or {}).get("weight_versions")
+    if versions is None or runs is None or "weight_version" not in facts.first:
+        raise R3Error("expected weight_version and weight_versions beside the rows, got none")
+
+
+@_check(f"POST {ABORT}")
+def _abort(facts: Facts) -> None:
+    facts.cold()
+    name = f"verify-{secrets.token_hex(8)}"
+    longest = min(LONGEST, (facts.server.max_len or LONGEST) - len(facts.tokens))
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(facts.server.generate, facts.tokens, longest, request_id=name)
+        ended = 0
+        while not ended and not job.done():
+            ended = facts.server.ask(ABORT, {"request_ids": [name]}).good().get("aborted")
+            time.sleep(0.01)
+        answer = job.result().good()
+    routes = facts.server.decode(answer, len(facts.tokens))
+    if not ended or routes.finish_reason != "abort":
+        raise R3Error(f"expected a request ended by its id, got {routes.finish_reason}")
 
 
 @_check("routed_experts_encoding file")

@@ -42,6 +42,7 @@ class FakeServer:
         self.kind = kind
         self.faults = set(faults)
         self.calls = 0
+        self.aborted = threading.Event()
 
     def get(self, path: str) -> tuple[int, Any]:
         if path == "/v1/models":
@@ -63,6 +64,9 @@ class FakeServer:
         self.calls += 1
         if path == "/tokenize":
             return 200, {"tokens": [9, 4, 11, 2, 30, 5, 8]}
+        if path == "/inference/v1/abort_requests" and self.kind == "r3":
+            self.aborted.set()
+            return 200, {"status": "aborted", "aborted": int("no abort" not in self.faults)}
         prompt = self._prompt(path, body)
         params = body.get("sampling_params", body)
         wanted = params.get("max_tokens", params.get("max_new_tokens", 4))
@@ -107,8 +111,12 @@ class FakeServer:
         if known and body.get("routed_experts_encoding") == "file" and "file" not in self.faults:
             return 400, {"error": {"message": "runs without --routed-experts-dir"}}
         start = start if known and "no start" not in self.faults else 0
+        reason = "length"
+        is_named = known and "request_id" in body and self.aborted.wait(10)
+        if is_named and "no abort" not in self.faults:
+            made, reason = made[:3], "abort"
         rows = self._rows(prompt + made)
-        choice: dict[str, Any] = {"index": 0, "token_ids": made, "finish_reason": "length"}
+        choice: dict[str, Any] = {"index": 0, "token_ids": made, "finish_reason": reason}
         choice["logprobs"] = {"content": [{"logprob": -1.0} for _ in made]}
         answer: dict[str, Any] = {"request_id": "r", "choices": [choice]}
         if path != "/inference/v1/generate":
@@ -155,6 +163,8 @@ class FakeServer:
             dtype = "int16" if "other meta" in self.faults else "uint8"
             meta = {**META, "layout": layout, "start": start, "dtype": dtype}
             answer["routed_experts_meta"] = meta
+            if "no versions" not in self.faults:
+                meta["weight_versions"], answer["weight_version"] = [[start, "v1"]], "v1"
 
 
 @contextmanager

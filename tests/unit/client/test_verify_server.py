@@ -40,7 +40,7 @@ def test_a_server_that_keeps_the_contract_passes_every_check() -> None:
     report = verify()
     assert report.passed
     assert report.names("ok") == list(CHECKS)
-    assert report.lines()[-1] == "13 checks: 13 ok, 0 FAILED, 0 not checked"
+    assert report.lines()[-1] == "15 checks: 15 ok, 0 FAILED, 0 not checked"
 
 
 def test_a_server_that_answers_200_with_zero_rows_fails_and_what_it_lacks_is_named() -> None:
@@ -54,14 +54,13 @@ def test_a_server_that_answers_200_with_zero_rows_fails_and_what_it_lacks_is_nam
     lines = report.lines()
     named = lines[lines.index("missing from the contract:") + 1 : -1]
     assert named == [f"  {name}" for name in report.names("FAILED")]
-    assert lines[-1] == "13 checks: 1 ok, 11 FAILED, 1 not checked"
+    assert lines[-1] == "15 checks: 1 ok, 13 FAILED, 1 not checked"
 
 
 @pytest.mark.parametrize(
     ("fault", "failed", "message"),
     [
         ("short info", INFO, "expected the fields .*, got none of encoding, layout"),
-        ("no meta", META, "expected routed_experts_meta beside the rows, got none"),
         ("other meta", META, f"{META}: expected {{'start': 0, .*'uint8'.*}}, got {{.*'int16'.*}}"),
         (
             COMPLETIONS,
@@ -70,6 +69,12 @@ def test_a_server_that_answers_200_with_zero_rows_fails_and_what_it_lacks_is_nam
         ),
         (CHAT, f"rows from {CHAT}", "request r, .*: expected 8 rows .* got none: .*"),
         ("file", f"{FORMS.split()[0]} file", "expected the name of a file, got 'k05V.*'"),
+        ("no versions", "weight versions", "expected weight_version and .*, got none"),
+        (
+            "no abort",
+            "POST /inference/v1/abort_requests",
+            "expected a request ended by its id, got length",
+        ),
         ("no forms", FORMS, "prompt_routed_experts: expected none in layout full, got one"),
     ],
 )
@@ -80,6 +85,12 @@ def test_one_broken_promise_fails_its_own_check_alone(
     assert report.names("FAILED") == [failed]
     assert report.names("not checked") == []
     assert re.fullmatch(message, problem(report, failed))
+
+
+def test_rows_without_their_meta_have_no_versions_either() -> None:
+    report = verify("r3", "no meta")
+    assert report.names("FAILED") == [META, "weight versions"]
+    assert problem(report, META) == "expected routed_experts_meta beside the rows, got none"
 
 
 def test_a_start_that_is_ignored_is_found() -> None:
