@@ -222,6 +222,8 @@ class Answer:
     version_names: list[str] = field(default_factory=list)
     # Whether rows come with every token.
     is_delta: bool = False
+    # Then, number and name of each row's weights when its run was told.
+    told: list[tuple[int, str]] = field(default_factory=list)
     # Rows of the passes that led to `token_ids`, of all tokens but the last.
     true_rows: list[np.ndarray] = field(default_factory=list)
 
@@ -332,6 +334,13 @@ class Engine:
         answer.add(output, led_to)
         numbers = range(self.weight_versions.number + 1)
         answer.version_names = [self.weight_versions.name(n) for n in numbers]
+        if not answer.is_delta or output.routed_experts is None:
+            return
+        for step in output.routed_experts[:, 0, 3].tolist():
+            number = self.launched_with[step - 1]
+            goes_on = answer.told and answer.told[-1][0] == number
+            name = answer.told[-1][1] if goes_on else answer.version_names[number]
+            answer.told.append((number, name))
 
     def _propose(self, output: ModelRunnerOutput) -> None:
         drafts = [
@@ -422,6 +431,9 @@ class Engine:
         lengths = np.diff(firsts)
         assert (lengths > 0).all()
         names = np.repeat([name for _, name in runs], lengths).tolist()
+        if answer.is_delta:
+            assert names == [name for _, name in answer.told[: len(rows)]]
+            return
         assert names == [
             answer.version_names[self.launched_with[step - 1]]
             for step in rows[:, 0, 3].tolist()
