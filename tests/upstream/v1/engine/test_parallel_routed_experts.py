@@ -29,6 +29,8 @@ PROMPT = list(range(10, 10 + P))
 class Choices:
     """One request with several choices, which end after `lengths` tokens each."""
 
+    is_delta = False  # read by the scheduler's driver
+
     def __init__(
         self, model: str, lengths: list[int], engines=ONE_ENGINE, **params
     ) -> None:
