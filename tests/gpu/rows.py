@@ -10,7 +10,8 @@ added to OUT/rows.json as soon as its engine has ended.
 - `invariant`: bfloat16 with batch-invariant kernels, 256 requests of mixed lengths at once, each
   prompt in one piece; rows must be bit-identical whatever runs beside them, on both runners.
 - `values`: float32 without TF32, 256 requests of mixed lengths at once, cold and then warm;
-  rows must be those of a float32 Hugging Face forward pass but for near ties.
+  rows must be those of a float32 Hugging Face forward pass but for near ties. With an offloading
+  tier, which must be hit, warm rows are compared with cold ones, too.
 - `parallel`: the same through `vllm serve`, with tensor, expert, data, sequence and pipeline
   parallelism.
   Where GPUs are missing all ranks share one (`tests.gpu.shared_gpu`).
@@ -58,6 +59,10 @@ EPLB = dict(
     eplb_config='{"num_redundant_experts": 2, "window_size": 20, "step_interval": 20}',
 )
 RAY = dict(distributed_executor_backend="ray")
+# A pool of 6,400 tokens and a tier of 175,000 (or a tenth of it) for requests of 85,000.
+OFFLOAD = dict(num_gpu_blocks_override=400, kv_offloading_size=1, disable_log_stats=False)
+FULL_TIER = OFFLOAD | dict(kv_offloading_size=0.1)
+SIMPLE_TIER = {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}
 
 # suite -> name -> (reference, environment, engine arguments)
 Config = tuple[str, dict[str, str], dict[str, Any]]
@@ -118,6 +123,11 @@ SUITES: dict[str, dict[str, Config]] = {
         "v2-piecewise": ("plain", V2, PIECEWISE),
         "v2-eager": ("plain", V2, EAGER),
         "v2-preempting": ("plain", V2, dict(num_gpu_blocks_override=400)),
+        "v1-offload": ("plain", {}, OFFLOAD),
+        "v2-offload": ("plain", V2, OFFLOAD),
+        "v1-offload-full": ("plain", {}, FULL_TIER),
+        "v1-simple-offload": ("plain", SIMPLE_TIER, OFFLOAD),
+        "v2-simple-offload": ("plain", SIMPLE_TIER | V2, OFFLOAD),
     },
 }
 COMMON = dict(
@@ -172,6 +182,11 @@ def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: st
             saved[f"rows{turn}_{i}"] = np.concatenate(
                 [output.prompt_routed_experts, completion.routed_experts]
             )
+    if "kv_offloading_size" in args:
+        wanted = ("vllm:external_prefix_cache", "vllm:routed_experts", "vllm:num_preempt")
+        metrics = {m.name: m.value for m in llm.get_metrics() if m.name.startswith(wanted)}
+        print(json.dumps(metrics), flush=True)
+        saved["external_hits"] = np.array(metrics["vllm:external_prefix_cache_hits"])
     np.savez(out, **saved)
     print(f"ran in {time.time() - begin:.0f} s", flush=True)
 
@@ -182,6 +197,12 @@ def answers_of(saved: Path) -> dict[str, Answer]:
         names = [name.removeprefix("rows") for name in arrays if name.startswith("rows")]
         pairs = {name: (arrays[f"tokens{name}"], arrays[f"rows{name}"]) for name in names}
     return {name: Answer(tokens, rows, len(tokens)) for name, (tokens, rows) in pairs.items()}
+
+
+def external_hits(saved: Path) -> int | None:
+    """Tokens that a run loaded from its offloading tier, if it had one."""
+    with np.load(saved) as arrays:
+        return int(arrays["external_hits"]) if "external_hits" in arrays else None
 
 
 def arguments(suite: str, name: str, num_gpus: int) -> tuple[dict[str, str], dict[str, Any]]:
@@ -258,6 +279,13 @@ class Report:
                     others = answers_of(reference)
                     other = [others[number] for number in answers]
                     entry["reference"] = compare_runs(found, other, NO_LIMITS)
+                hits = external_hits(path)
+                if hits is not None:
+                    cold = [answers["0" + number[1:]] for number in answers]
+                    entry["warm"] = compare_runs(found, cold, NO_LIMITS)
+                    entry["external_hits"] = hits
+                    if not hits:
+                        raise ValueError("the tier was never hit")
                 self.truth = self.truth or Truth(self.model, self.device)
                 entry["oracle"] = judge(self.truth, found, NO_LIMITS)
                 if entry["oracle"]["problems"]:

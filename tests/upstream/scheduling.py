@@ -19,6 +19,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
     VllmConfig,
@@ -36,6 +37,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -465,6 +467,8 @@ def make_engine(
     policy: str = "fcfs",
     log_stats: bool = True,
     returns_rows: bool = True,
+    kv_transfer_config: KVTransferConfig | None = None,
+    page: int = 0,
     **scheduler_options,
 ) -> Engine:
     """Build an engine around the real scheduler.
@@ -475,10 +479,14 @@ def make_engine(
         groups: KV-cache groups that share them.
         group: The one whose slots the rows go by.
         returns_rows: Whether routed experts are on.
+        kv_transfer_config: The connector, if any.
+        page: Bytes of a block, for a connector that counts them.
         scheduler_options: More of `SchedulerConfig`.
     """
     # One more: the pool keeps a null block for itself.
-    kv_cache_config = KVCacheConfig(num_blocks + 1, [], list(groups))
+    names = [name for group in groups for name in group.layer_names]
+    tensors = [KVCacheTensor((num_blocks + 1) * page, names)] if page else []
+    kv_cache_config = KVCacheConfig(num_blocks + 1, tensors, list(groups))
     model_config = ModelConfig(
         model=model,
         skip_tokenizer_init=True,
@@ -498,6 +506,7 @@ def make_engine(
             **scheduler_options,
         ),
         cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True),
+        kv_transfer_config=kv_transfer_config,
     )
     vllm_config.cache_config.num_gpu_blocks = kv_cache_config.num_blocks
     init_none_hash(sha256)

@@ -45,6 +45,14 @@ def layers(*types: str, window: int = 16) -> dict[str, Any]:
     return MOE | {"layer_types": list(types)} | windows
 
 
+def offloading(connector: str, **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector=connector,
+        kv_role="kv_both",
+        kv_connector_extra_config={"cpu_bytes_to_use": 2**30} | extra,
+    )
+
+
 @pytest.fixture
 def configure(tmp_path, monkeypatch):
     """Configure an engine for a model of this config, as a server does."""
@@ -75,6 +83,8 @@ def configure(tmp_path, monkeypatch):
             {"ec_transfer_config": ECTransferConfig(**EC, ec_role="ec_both")},
         ),
         (DENSE, {"enable_return_routed_experts": False, "kv_offloading_size": 1}),
+        (MOE, {"kv_offloading_size": 1}),
+        (MOE, {"kv_transfer_config": offloading("SimpleCPUOffloadConnector")}),
     ],
 )  # fmt: skip
 def test_what_can_return_rows_is_accepted(configure, hf_config, options):
@@ -121,7 +131,11 @@ class OwnScheduler:
             "--pipeline-parallel-size with the external_launcher",
         ),
         (MOE, {"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
-        (MOE, {"kv_offloading_size": 1}, "--kv-offloading-size 1"),
+        (
+            MOE,
+            {"kv_transfer_config": offloading("OffloadingConnector", spec_name="Own")},
+            "--kv-transfer-config with OffloadingConnector and spec_name Own",
+        ),
         (
             MOE,
             {"kv_offloading_size": 2, "kv_offloading_backend": "lmcache"},
@@ -144,7 +158,7 @@ class OwnScheduler:
         ),
         (
             DENSE,
-            {"kv_offloading_size": 1},
+            {"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"},
             "the dense model {model}, --kv-offloading-size 1",
         ),
     ],

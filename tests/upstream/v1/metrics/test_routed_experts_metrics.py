@@ -40,6 +40,7 @@ def test_counters_add_up_and_the_gauge_is_set():
         num_old_rows_returned=2,
         num_invalid_reads=1,
         table_bytes=1000,
+        tier_bytes=500,
     )
     prom.observe(stats, engine_idx=1)
     prom.observe(stats, engine_idx=1)
@@ -50,4 +51,5 @@ def test_counters_add_up_and_the_gauge_is_set():
         ("vllm:routed_experts_bytes_returned", "1"): 96,
         ("vllm:routed_experts_invalid_reads", "1"): 2,
         ("vllm:routed_experts_table_bytes", "1"): 1000,
+        ("vllm:routed_experts_tier_bytes", "1"): 500,
     }
