@@ -69,6 +69,7 @@ def manager() -> tuple[RoutedExpertsManager, list[Any]]:
         first = number * BLOCKS_EACH
         blocks[name] = [KVCacheBlock(first + block) for block in range(BLOCKS_EACH)]
         made._next_row[name] = PROMPT
+        made._versions_told[name] = PROMPT, made.weight_versions.number
         requests.append(
             SimpleNamespace(
                 request_id=name, num_tokens=PROMPT + 1, client_index=0, sampling_params=params

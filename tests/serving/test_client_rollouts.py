@@ -119,7 +119,7 @@ def test_a_debug_rollout_file_of_real_samples_is_verified(
 
 def test_verify_server_passes_ours(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "server", kit.url]) == 0
-    assert "13 checks: 13 ok, 0 FAILED, 0 not checked" in capsys.readouterr().out
+    assert "15 checks: 15 ok, 0 FAILED, 0 not checked" in capsys.readouterr().out
 
 
 def test_compare_finds_a_server_equal_to_itself(
