@@ -8,6 +8,7 @@ server says so with `count_start`: their number stands below the test report.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -78,6 +79,10 @@ def drafts(method: str, **more: Any) -> dict[str, Any]:
     return dict(max_num_batched_tokens=64, speculative_config=speculation)
 
 
+TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+
+
 CONFIGURATIONS: dict[str, InProcess | Serve] = {
     "moe": InProcess("moe", CHUNKS),
     "moe-async": InProcess("moe", CHUNKS | dict(is_async=True)),
@@ -110,6 +115,15 @@ CONFIGURATIONS: dict[str, InProcess | Serve] = {
             *("--routed-experts-dir-bytes", str(DIR_BYTES)),
         ),
         dict(data_parallel=True, rows_dir=True),
+    ),
+    "prefiller": Serve("dense-between", ("--kv-transfer-config", json.dumps(TRANSFER))),
+    # few blocks, so that each soon has another owner
+    "decoder": Serve(
+        "dense-between",
+        (
+            *("--kv-transfer-config", json.dumps(TRANSFER | RECOMPUTE)),
+            *("--num-gpu-blocks-override", "100"),
+        ),
     ),
     "bfloat16": Serve("moe", ("--dtype", "bfloat16")),
 }

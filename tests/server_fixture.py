@@ -27,7 +27,7 @@ from engines import seeded_prompts
 from forked import ForkedServer
 from oracle_checks import check_rows
 
-from vllm_r3.demo.serve import HOST, Server
+from vllm_r3.demo.serve import HOST, Server, free_port
 from vllm_r3.replay.oracle import Oracle
 
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
@@ -301,6 +301,10 @@ def serving(
     if directory:
         directory.mkdir(exist_ok=True)
         flags += ("--routed-experts-dir", str(directory))
-    more: dict[str, Any] = dict(log_path=log_path, env=SERVER_ENV, data_parallel=data_parallel)
+    env = SERVER_ENV | {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+    }
+    more: dict[str, Any] = dict(log_path=log_path, env=env, data_parallel=data_parallel)
     with ForkedServer(model, *OPTIONS, *flags, *options, **more) as server:
         yield Kit(server, model, oracle, directory)

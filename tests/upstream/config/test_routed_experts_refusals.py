@@ -148,6 +148,21 @@ class OwnScheduler:
         ),
         (
             MOE,
+            {
+                "kv_transfer_config": KVTransferConfig(
+                    "MultiConnector",
+                    kv_role="kv_both",
+                    kv_connector_extra_config={
+                        "connectors": [
+                            {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+                        ]
+                    },
+                )
+            },
+            "--kv-transfer-config with MultiConnector",
+        ),
+        (
+            MOE,
             {"ec_transfer_config": ECTransferConfig(**EC, ec_role="ec_producer")},
             "--ec-transfer-config with ec_role ec_producer",
         ),
