@@ -27,7 +27,8 @@ def probe(root: str, modules: list[str]) -> tuple[str, list[str]]:
                 return f"{name} came from {place}", []
     except BaseException:
         return traceback.format_exc().strip().splitlines()[-1], []
-    return "", [name for name in sys.modules if name.split(".")[0] not in ("vllm", "__main__")]
+    # smg_grpc_servicer.vllm imports vLLM, which the warm process must not have
+    return "", [name for name in sys.modules if not {"vllm", "__main__"} & set(name.split("."))]
 
 
 def in_child(root: str, modules: list[str]) -> tuple[str, list[str]]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from fastapi.testclient import TestClient
@@ -40,17 +41,16 @@ class Engine:
         yield RequestOutput(request_id, "a", [1], None, [], True)
 
 
+async def generate(client: Any, **params: Any) -> list[RequestOutput]:
+    results = client.generate("a", SamplingParams(**params), "0", priority=3)
+    return [result async for result in results]
+
+
 @pytest.mark.parametrize("wanted", [None, True, False])
 def test_endpoint_that_says_nothing_asks_for_none(wanted: bool | None):
     engine = Engine()
     client = OpenAIServing(engine, None, request_logger=None).engine_client
-    params = SamplingParams(return_routed_experts=wanted)
-
-    async def generate() -> list[RequestOutput]:
-        results = client.generate("a", params, "0", priority=3)
-        return [result async for result in results]
-
-    (result,) = asyncio.run(generate())
+    (result,) = asyncio.run(generate(client, return_routed_experts=wanted))
     assert result.request_id == "0"
     assert engine.asked == [("a", bool(wanted), "0", {"priority": 3})]
     assert client.errored is False
@@ -70,6 +70,29 @@ def test_legacy_generate_asks_for_none(monkeypatch, stream: bool, ours: dict):
     body = {"prompt": "a", "stream": stream, **ours}
     answer = TestClient(api_server.app).post("/generate", json=body)
     assert answer.json() == {"text": []}
+    assert [asked[1] for asked in engine.asked] == [False]
+
+
+class Served(Exception):
+    """Ends a server with the client that its requests go to."""
+
+
+def serve(client: Any, start_time: float) -> None:
+    raise Served(client)
+
+
+def test_grpc_server_asks_for_none(monkeypatch):
+    pytest.importorskip("smg_grpc_servicer", reason="needs vllm[grpc]")
+    from vllm.entrypoints import grpc_server
+
+    engine = Engine()
+    monkeypatch.setattr(grpc_server, "AsyncEngineArgs", MagicMock())
+    async_llm = SimpleNamespace(from_vllm_config=lambda **kwargs: engine)
+    monkeypatch.setattr(grpc_server, "AsyncLLM", async_llm)
+    monkeypatch.setattr(grpc_server, "VllmEngineServicer", serve)
+    with pytest.raises(Served) as served:
+        asyncio.run(grpc_server.serve_grpc(MagicMock(model="m")))
+    asyncio.run(generate(served.value.args[0]))
     assert [asked[1] for asked in engine.asked] == [False]
 
 
