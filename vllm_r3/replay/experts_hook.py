@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,8 @@ class Site:
 class HookedModel:
     """A causal language model whose routing is seen, and can be made to repeat recorded rows.
 
+    Threads may share it: their passes run one after the other.
+
     Attributes:
         moe_layers: global numbers of the layers that route.
     """
@@ -111,6 +114,7 @@ class HookedModel:
             )
         self.moe_layers = [site.layer for site in self.sites]
         self.num_layers: int = model.config.num_hidden_layers
+        self._lock = threading.Lock()  # a hook sees the passes of all threads
 
     def run(self, tokens: Sequence[int], rows: np.ndarray | None = None) -> Pass:
         """Forward all but the last of `tokens`, freely or with token i going where rows[i] say."""
@@ -126,7 +130,7 @@ class HookedModel:
             seen[site.layer] = ids.cpu().numpy(), _margins(flat, site.gate, ids).cpu().numpy()
             return hidden, ids, weights, *inputs[3:]
 
-        with torch.no_grad(), contextlib.ExitStack() as stack:
+        with self._lock, torch.no_grad(), contextlib.ExitStack() as stack:
             for site in self.sites:
                 handle = site.experts.register_forward_pre_hook(
                     lambda module, inputs, site=site: hook(site, inputs)
