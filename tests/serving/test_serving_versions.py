@@ -21,10 +21,14 @@ from server_fixture import (
     wait_for,
 )
 
+from vllm_r3.checks.rows import compare_rows, differing_cells
 from vllm_r3.client import decode_answer
+from vllm_r3.replay.experts_hook import Pass
 
 LONG = {"max_tokens": 600, "ignore_eos": True}
 KIND = "dense-between"
+# Over 158,016 cells the engine and transformers agreed in all, the closest 3e-6 from a tie.
+TIE = 1e-5
 
 
 class Trainer:
@@ -48,17 +52,21 @@ class Trainer:
         assert self.kit.client.post("/reset_prefix_cache", params=params).status_code == 200
 
     def truth(self, tokens, first_new=None):
-        """Rows [S - 1, L, K], sorted: of the old weights, from `first_new` on of the new, which
-        look back at keys and values of the old."""
+        """What the old weights choose, from row `first_new` on the new, which look back at keys
+        and values of the old."""
         old, new = self.oracles
         if first_new is None:
-            return np.sort(old.truth(tokens).rows, -1)
-        before = old.truth(tokens[: first_new + 1]).rows
+            return old.truth(tokens)
         ids = np.array([tokens[:first_new]])
         past = old.model(old.model.dummy_inputs["input_ids"].new_tensor(ids)).past_key_values
         after = copy.copy(new)
         after.model = Continued(new.model, past)
-        return np.sort(np.concatenate([before, after.run(tokens[first_new:]).rows]), -1)
+        return joined(old.truth(tokens[: first_new + 1]), after.run(tokens[first_new:]))
+
+
+def joined(*passes):
+    names = "rows", "margins", "logits"
+    return Pass(*(np.concatenate([getattr(p, name) for p in passes]) for name in names))
 
 
 class Continued:
@@ -96,30 +104,46 @@ def ask(kit, path, body, stream):
 
 
 def update_under(kit, trainer, job_of, before_resume=lambda: None):
-    """Start a request, change the weights when it has some tokens, return what it answers."""
-    before = kit.metric(GENERATED)
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(job_of)
-        wait_for(lambda: kit.metric(GENERATED) > before + 20, "tokens")
-        kit.pause("keep", clear_cache=False)
-        trainer.load(1)
-        trainer.name("v2")
-        before_resume()
-        kit.resume()
-        return job.result()
+    """Start a request, change the weights when it has some tokens, return what it answers.
+
+    Only if this process slept through all of the request's tokens, it is asked once more.
+    """
+    for _ in range(5):
+        before = kit.metric(GENERATED)
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(job_of)
+            wait_for(lambda: job.done() or kit.metric(GENERATED) > before + 20, "tokens")  # noqa: B023
+            kit.pause("keep", clear_cache=False)
+            trainer.load(1)
+            trainer.name("v2")
+            before_resume()
+            kit.resume()
+            answer, raw = job.result()
+        if all(len(runs) == 2 for runs in all_runs(raw)):
+            return answer, raw
+        trainer.load(0)
+        trainer.reset()
+        trainer.name("v1")
+    raise AssertionError("in 5 attempts no update came between two tokens of all choices")
 
 
-def assert_same(rows, truth):
-    """Sorted rows are the oracle's, but for cells where two experts tie within rounding."""
-    assert rows.shape == truth.shape
-    assert (rows != truth).any(-1).sum() <= 1, np.argwhere((rows != truth).any(-1))
+def all_runs(raw):
+    """The runs of versions of each choice."""
+    first = raw["routed_experts_meta"]["weight_versions"]
+    return [c.get("routed_experts_weight_versions", first) for c in raw["choices"]]
+
+
+def assert_same(kit, rows, truth):
+    """Rows are the oracle's, but in cells where its router ties within float32's rounding."""
+    tied = truth.margins < TIE
+    expected = np.where(tied[..., None], rows, truth.rows)
+    compare_rows(rows, expected, kit.oracle.shape, margins_NL=truth.margins)
 
 
 def rows_of(answer, choice):
     form = answer.meta["encoding"], answer.meta["dtype"]
     prompt_rows = answer.prompt_rows if choice.prompt_rows is None else choice.prompt_rows
-    rows = [decode(value, *form) for value in (prompt_rows, choice.rows)]
-    return np.sort(np.concatenate(rows), -1)
+    return np.concatenate([decode(value, *form) for value in (prompt_rows, choice.rows)])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -133,12 +157,10 @@ def test_request_that_spans_an_update_says_at_which_row(kit, trainer, endpoint, 
     (first, old), (first_new, new) = raw["routed_experts_meta"]["weight_versions"]
     assert (first, old, new, raw["weight_version"]) == (0, "v1", "v2", "v2")
     tokens = [*prompt, *choice.tokens]
-    assert len(prompt) + 10 < first_new < len(tokens) - 10
+    assert len(prompt) + 10 < first_new < len(tokens)
     rows = rows_of(answer, choice)
-    assert_same(rows, trainer.truth(tokens, first_new))
-    of_old = trainer.truth(tokens)
-    assert (rows[first_new] != of_old[first_new]).any()
-    assert (rows[first_new:] != of_old[first_new:]).any(-1).mean() > 0.3
+    assert_same(kit, rows, trainer.truth(tokens, first_new))
+    assert differing_cells(rows, trainer.truth(tokens).rows)[first_new].any()
     if endpoint != "generate":
         return
     # The next turn finds what both wrote, in the cache.
@@ -172,9 +194,10 @@ def test_rows_computed_again_for_a_reset_keep_the_version_of_the_first_pass(kit,
     (_, old), (first_new, new) = raw["routed_experts_meta"]["weight_versions"]
     assert (old, new) == ("v1", "v2")
     tokens = [*prompt, *answer.choices[0].tokens]
-    of_old, of_new = (np.sort(o.truth(tokens).rows, -1) for o in trainer.oracles)
-    expected = np.concatenate([of_old[:first_new], of_new[first_new:]])
-    assert_same(rows_of(answer, answer.choices[0]), expected)
+    old, new = (oracle.truth(tokens) for oracle in trainer.oracles)
+    parts = ((old, slice(first_new)), (new, slice(first_new, None)))
+    truth = joined(*(Pass(p.rows[s], p.margins[s], p.logits[s]) for p, s in parts))
+    assert_same(kit, rows_of(answer, answer.choices[0]), truth)
     # The cache holds the second pass.
     second = ask(kit, GENERATE, request("generate", tokens, max_tokens=1), False)[1]
     assert second["routed_experts_meta"]["weight_versions"] == [[0, "v2"]]
@@ -184,16 +207,14 @@ def test_choices_that_changed_at_other_rows_say_so(kit, trainer):
     prompts = [seeded_prompt(220, 30), seeded_prompt(221, 45)]
     body = request("completions", prompts[0], **LONG) | {"prompt": prompts}
     answer, raw = update_under(kit, trainer, lambda: ask(kit, COMPLETIONS, body, False))
-    runs = [
-        raw["routed_experts_meta"]["weight_versions"],
-        raw["choices"][1]["routed_experts_weight_versions"],
-    ]
+    runs = all_runs(raw)
     assert "routed_experts_weight_versions" not in raw["choices"][0]
     for index, prompt in enumerate(prompts):
         (_, old), (first_new, new) = runs[index]
         assert (old, new) == ("v1", "v2")
         tokens = [*prompt, *answer.choices[index].tokens]
-        assert_same(rows_of(answer, answer.choices[index]), trainer.truth(tokens, first_new))
+        rows = rows_of(answer, answer.choices[index])
+        assert_same(kit, rows, trainer.truth(tokens, first_new))
     for routes, (_, (first_new, _)) in zip(decode_answer(raw), runs, strict=True):
         assert routes.versions is not None
         assert list(routes.versions).index("v2") == first_new
