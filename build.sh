@@ -8,14 +8,15 @@ unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 BUILD=$ROOT/.build
-PIN=$ROOT/patches/v0.21.0
+VLLM=0.21.0
+PIN=$ROOT/patches/v$VLLM
 TOOL=$BUILD/tool
+TOOL_LOCK=$ROOT/patches/tool.txt
 STEP=0
 STEPS=0
 CHECKING= # set: a failed step is kept in FAILED and the next one runs
 FAILED=()
 START=$SECONDS
-AS_OF=2026-05-25 # the locks know nothing newer than this
 
 usage() {
   cat <<'END'
@@ -32,7 +33,8 @@ usage: ./build.sh COMMAND
   lock                                 resolve the dependency locks again, as of the release
   clean                                remove .build and dist
 
-The default target is cuda where an NVIDIA driver is present, else cpu (demo and test: always cpu).
+Each takes --vllm VERSION, one that patches/ has a series on (default: 0.21.0); what is built for another
+than the default lies in .build/vVERSION. The default target is cuda where an NVIDIA driver is present, else cpu (demo and test: always cpu).
 Environment: PYTHON (the interpreter), VLLM_R3_WHEEL (a pinned wheel that you have already),
 IMAGE_BUILDER (image: the command to use, by default "docker build").
 END
@@ -124,7 +126,7 @@ need_space() {
 
 # One build at a time in a checkout; the lock ends with the process that holds it.
 lock_build() {
-  exec 9>"$BUILD/lock"
+  exec 9>"$ROOT/.build/lock"
   flock -n 9 && return
   say "another build.sh is at work in $BUILD; waiting for it"
   flock 9
@@ -137,20 +139,22 @@ make_tool() {
   rm -rf "$TOOL"
   "$PY" -m venv "$TOOL"
   "$TOOL/bin/python" -m pip install --quiet --disable-pip-version-check --require-hashes \
-    -r "$PIN/locks/tool.txt"
+    -r "$TOOL_LOCK"
 }
 
 tool_step() {
-  cached "$TOOL/.key" "$({ cat "$PIN/locks/tool.txt"; "$PY" -VV; echo "$PY $TOOL"; } | key)" \
+  cached "$TOOL/.key" "$({ cat "$TOOL_LOCK"; "$PY" -VV; echo "$PY $TOOL"; } | key)" \
     tool "the tools (uv and the patch reader)" make_tool
 }
 
-fetch_wheel() { own_python -m vllm_r3 series fetch --target "$1"; }
-make_wheel() { own_python -m vllm_r3 wheel --target "$1" --dest "$2" >"$BUILD/wheel-$1.path"; }
+fetch_wheel() { own_python -m vllm_r3 series fetch --vllm "$VLLM" --target "$1"; }
+make_wheel() {
+  own_python -m vllm_r3 wheel --vllm "$VLLM" --target "$1" --dest "$2" >"$BUILD/wheel-$1.path"
+}
 
 wheel_steps() { # TARGET DEST
   local made=$BUILD/wheel-$1
-  step "fetch-$1" "the pinned vLLM 0.21.0 wheel for $1, by its hash" fetch_wheel "$1"
+  step "fetch-$1" "the pinned vLLM $VLLM wheel for $1, by its hash" fetch_wheel "$1"
   [[ -f $made.path && -f $(<"$made.path") ]] || rm -f "$made.key"
   cached "$made.key" "$({ echo "$2 ${SOURCE_DATE_EPOCH:-}"
     sums "$PIN/pin.toml" "$PIN/series" "$PIN"/*.patch "$ROOT/vllm_r3/series"; } | key)" \
@@ -195,8 +199,8 @@ install_test_needs() {
   install_locked "$BUILD/venv" test
   # frameworks whose own code reads rows in tests, without what they depend on; no import finds them
   uv pip install --quiet --no-deps --require-hashes --python "$BUILD/venv/bin/python" \
-    --python-version 3.12 --target "$BUILD/consumers" -r "$PIN/locks/consumers.txt" ||
-    echo "the frameworks of locks/consumers.txt cannot be had: their tests are skipped"
+    --python-version 3.12 --target "$BUILD/consumers" -r "$ROOT/patches/consumers.txt" ||
+    echo "the frameworks of consumers.txt cannot be had: their tests are skipped"
 }
 
 # vllm_step DIR TARGET FORM: the patched wheel and this package, without their dependencies. FORM is
@@ -224,14 +228,14 @@ make_self() { # FORM
 
 download_locked() { # LOCK DIR: every wheel of a lock for this interpreter, and nothing else
   "$TOOL/bin/python" -m pip download --disable-pip-version-check --no-deps --require-hashes \
-    --only-binary=:all: --dest "$2" -r "$PIN/locks/$1.txt"
+    --only-binary=:all: --dest "$2" -r "$1"
 }
 
 # fetch_locked TARGET: the content of a bundle but for the two wheels that are made here
 fetch_locked() {
   rm -rf "$BUILD/bundle"
-  download_locked "$1" "$BUILD/bundle/wheels"
-  download_locked tool "$BUILD/bundle/tool"
+  download_locked "$PIN/locks/$1.txt" "$BUILD/bundle/wheels"
+  download_locked "$TOOL_LOCK" "$BUILD/bundle/tool"
   find "$BUILD/bundle/tool" -type f -not -name 'uv-*' -delete
 }
 
@@ -323,10 +327,11 @@ cmd_image() {
   lock_build
   tool_step
   unlock_build
-  labels=$(own_python -c 'from vllm_r3.series.folder import read_series
-series = read_series()
-print(f"--build-arg=R3_PIN={series.pin}", f"--build-arg=R3_SERIES={series.hash}")
-print("--build-arg=R3_VERSION=" + series.pin.patched_version("cuda"))')
+  labels=$(own_python -c 'import sys
+from vllm_r3.series.folder import read_series, series_folder
+series = read_series(series_folder(sys.argv[1]))
+print("--build-arg=VLLM=" + series.pin.version, f"--build-arg=R3_PIN={series.pin}", f"--build-arg=R3_SERIES={series.hash}")
+print("--build-arg=R3_VERSION=" + series.pin.patched_version("cuda"))' "$VLLM")
   # shellcheck disable=SC2086 # words on purpose: "docker build", and the build arguments
   exec ${IMAGE_BUILDER:-docker build} $labels --file "$ROOT/docker/Dockerfile" "$@" "$ROOT"
 }
@@ -351,13 +356,13 @@ cmd_test() {
   build_venv "$BUILD/venv" cpu
   ((STEPS == 9)) || step fetch-cuda "the pinned wheel for cuda, which the series must fit too" \
     fetch_wheel cuda
-  cached "$BUILD/venv/.vllm-r3/test" "$(key "$PIN"/locks/{test,consumers}.txt "$BUILD/venv/.vllm-r3/deps")" \
+  cached "$BUILD/venv/.vllm-r3/test" "$(key "$PIN/locks/test.txt" "$ROOT/patches/consumers.txt" "$BUILD/venv/.vllm-r3/deps")" \
     test-needs "what the tests need" install_test_needs
   cd "$ROOT"
   CHECKING=1
   step lint "ruff check" "$bin/ruff" check vllm_r3 tests
   step format "ruff format --check" "$bin/ruff" format --check vllm_r3 tests
-  step verify "vllm-r3 series verify" "$bin/vllm-r3" series verify --python "$bin/python"
+  step verify "vllm-r3 series verify" "$bin/vllm-r3" series verify --vllm "$VLLM"
   cat "$BUILD/logs/verify.log" >&2
   unlock_build
   say "environment ready after $((SECONDS - START)) s; the tests:"
@@ -389,13 +394,14 @@ resolve() { # LOCK ARGS: one lock for Python 3.10 to 3.13, with hashes and witho
 lock_target() {
   local needs=$BUILD/needs-$1.in
   own_python -c 'import sys
-from vllm_r3.series.folder import read_series
+from vllm_r3.series.folder import read_pin, series_folder
 from vllm_r3.series.pinned_wheel import pinned_wheel
 from vllm_r3.series.wheel import requirements
-target = sys.argv[1]
-print(*requirements(pinned_wheel(read_series().pin, target), target), sep="\n")' "$1" >"$needs"
+vllm, target = sys.argv[1:]
+pin = read_pin(series_folder(vllm))
+print(*requirements(pinned_wheel(pin, target), target), sep="\n")' "$VLLM" "$1" >"$needs"
   # with vllm-r3's own needs, of which unidiff's pin is younger than the release
-  resolve "$PIN/locks/$1.txt" --exclude-newer "$AS_OF" --exclude-newer-package unidiff=2026-11-01 \
+  resolve "$PIN/locks/$1.txt" --exclude-newer "$(sed -n "s/^as_of = //p" "$PIN/pin.toml")" --exclude-newer-package unidiff=2026-11-01 \
     --extra series "$needs" "$ROOT/pyproject.toml"
 }
 
@@ -403,7 +409,7 @@ lock_test() {
   resolve "$PIN/locks/test.txt" --constraint "$PIN/locks/cpu.txt" --extra test "$ROOT/pyproject.toml"
 }
 
-lock_tool() { (cd "$ROOT" && resolve "$PIN/locks/tool.txt" --group tool); }
+lock_tool() { (cd "$ROOT" && resolve "$TOOL_LOCK" --group tool); }
 
 # options COMMAND TAKES ARGS...: set TARGET, DEST, PART_SIZE and DIR from a command line.
 options() {
@@ -436,9 +442,29 @@ bad_usage() {
   exit 2
 }
 
+# pick_vllm ARGS...: set VLLM and where its files are, and ARGS to the other arguments.
+pick_vllm() {
+  ARGS=()
+  while (($#)); do
+    if [[ $1 == --vllm ]]; then
+      (($# >= 2)) || bad_usage "--vllm needs a value"
+      VLLM=$2
+      shift
+    else
+      ARGS+=("$1")
+    fi
+    shift
+  done
+  PIN=$ROOT/patches/v$VLLM
+  [[ -f $PIN/pin.toml ]] || bad_usage "--vllm takes a version with a folder in patches, got '$VLLM'"
+  [[ $VLLM == 0.21.0 ]] || BUILD=$BUILD/v$VLLM
+}
+
 main() {
   local command=${1:-}
   (($# == 0)) || shift
+  pick_vllm "$@"
+  set -- "${ARGS[@]}"
   case $command in
     demo | test | venv | wheel | bundle | image) "cmd_$command" "$@" ;;
     lock | clean)
@@ -450,6 +476,6 @@ main() {
   esac
 }
 
-cmd_clean() { rm -rf "$BUILD" "$ROOT/dist"; }
+cmd_clean() { rm -rf "$ROOT/.build" "$ROOT/dist"; }
 
 main "$@"

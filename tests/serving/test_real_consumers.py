@@ -28,7 +28,7 @@ def definitions(path: str, *names: str, **given: Any) -> SimpleNamespace:
     """Run these top-level definitions and assignments of a module, and what it imports of numpy,
     pydantic, torch and the standard library."""
     if not (CONSUMERS / path).exists():
-        pytest.skip(f"{path}: the wheel could not be had; see locks/consumers.txt")
+        pytest.skip(f"{path}: the wheel could not be had; see consumers.txt")
     tree = ast.parse((CONSUMERS / path).read_text())
     light = ("enum", "typing", "dataclasses", "collections", "numpy", "pydantic", "torch", "json")
     light += ("math", "pybase64", "binascii", "collections.abc")

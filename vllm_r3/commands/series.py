@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from vllm_r3.errors import R3Error
 
-FOLDER = "the series folder (default: patches/v0.21.0 of this checkout or installation)"
+VLLM = "which series: the one on this vLLM (default: the vLLM to patch, else 0.21.0)"
+FOLDER = "a series folder (default: that of --vllm in this checkout or installation)"
 TARGET = "whose pinned wheel to read (default: cpu, the smaller one; $VLLM_R3_WHEEL overrides)"
 
 
@@ -21,7 +23,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
     def verb(name, func, text, options, verbs=verbs):
         parser = verbs.add_parser(name, help=text)
-        parser.add_argument("--patches", type=Path, metavar="FOLDER", help=FOLDER)
+        which = parser.add_mutually_exclusive_group()
+        which.add_argument("--vllm", metavar="VERSION", help=VLLM)
+        which.add_argument("--patches", type=Path, metavar="FOLDER", help=FOLDER)
         parser.set_defaults(func=func)
         options(parser)
         return parser.add_argument
@@ -54,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--expect", nargs=3, metavar=("PIN", "SERIES", "VERSION"), help=text)
     text = "check everything, list every problem (exit 1 if any)"
     add = verb("verify", _verify, text, target)
-    text = "import every prefix with this one, which has vLLM's needs (default: .build/venv)"
+    text = "import every prefix with this one, which has vLLM's needs (default: build.sh's)"
     add("--python", type=Path, help=text)
     text = "try the series on another vLLM; report each patch (exit 1 on a conflict)"
     add = verb("rebase", _rebase, text, target)
@@ -160,7 +164,7 @@ def _status(args: argparse.Namespace) -> int:
             if not want or not f"{have}.".startswith(f"{want}."):  # 0.21.0+r3.1 of +r3.1.cu129
                 raise R3Error(
                     f"{root}: expected {name} {want or 'of a label'}, found {have}; "
-                    "build with ./build.sh image, which passes the labels"
+                    "build with ./build.sh image, which passes the labels of its --vllm"
                 )
     return 1 if modified else 0
 
@@ -173,7 +177,7 @@ def _verify(args: argparse.Namespace) -> int:
     wheel = pinned_wheel.pinned_wheel(pin, args.target)
     findings, patches = verify.verify_folder(where, pin)
     findings += verify.verify_sources(patches, pinned_wheel.python_files(wheel))
-    build = pinned_wheel.cache_folder().parent
+    build = pinned_wheel.build_folder(pin)
     python = (args.python or build / "venv" / "bin" / "python").absolute()
     note = "  not run     import of every prefix: "
     if findings:
@@ -230,9 +234,15 @@ def _say(text: str) -> None:
 
 
 def _folder(args: argparse.Namespace) -> Path:
-    from vllm_r3.series.folder import default_folder
+    from vllm_r3.series.folder import DEFAULT, series_folder
+    from vllm_r3.series.installed import read_site
 
-    return args.patches or default_folder()
+    if args.patches:
+        return args.patches
+    if args.vllm is None and "site_packages" in args:
+        with contextlib.suppress(R3Error):  # no series on it: the default one's words are better
+            return series_folder(read_site(_site(args)).version.partition("+")[0])
+    return series_folder(args.vllm or DEFAULT)
 
 
 def _series_and_sources(args: argparse.Namespace):

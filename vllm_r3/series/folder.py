@@ -25,7 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-DEFAULT = "v0.21.0"
+DEFAULT = "0.21.0"
 SUMS = "SHA256SUMS"
 TARGETS = ("cpu", "cuda")
 
@@ -94,16 +94,25 @@ def render_sums(patches: Mapping[str, bytes]) -> bytes:
     return "".join(f"{sha256(data)}  {name}\n" for name, data in patches.items()).encode()
 
 
-def default_folder() -> Path:
-    """Return the folder of this checkout, else the one that an installed vllm_r3 carries."""
+def series_folder(vllm: str = DEFAULT) -> Path:
+    """Return the series on a vLLM: this checkout's, else the one that an installed vllm_r3 carries.
+
+    Raises:
+        R3Error: there is none on this version.
+    """
     package = Path(__file__).resolve().parents[1]
-    carried = package / "patches" / DEFAULT
-    return carried if carried.exists() else package.parent / "patches" / DEFAULT
+    carried = package / "patches"
+    root = carried if carried.exists() else package.parent / "patches"
+    folder = root / f"v{vllm}"
+    if not folder.exists():
+        known = sorted(path.name.removeprefix("v") for path in root.glob("v*"))
+        raise R3Error(f"vLLM {vllm}: expected one with a series, {' or '.join(known)}")
+    return folder
 
 
 def read_series(folder: Path | None = None) -> Series:
-    """Read a series folder; refuse one that lists what is not there."""
-    folder = folder or default_folder()
+    """Read a series folder, the default one if none; refuse one that lists what is not there."""
+    folder = folder or series_folder()
     pin = read_pin(folder)
     names = [line for line in read_lines(folder) if is_patch(line)]
     missing = [name for name in names if not (folder / name).is_file()]

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.folder import Pin, PinnedWheel
+from vllm_r3.series.folder import DEFAULT, Pin, PinnedWheel
 
 OVERRIDE = "VLLM_R3_WHEEL"
 CACHE = "VLLM_R3_CACHE"
@@ -31,6 +31,12 @@ def cache_folder() -> Path:
     if (root / "build.sh").exists():
         return root / ".build" / "wheels"
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm-r3"
+
+
+def build_folder(pin: Pin) -> Path:
+    """Return the folder of what is built for a pin: `.build`, or `.build/vVERSION` in it."""
+    root = cache_folder().parent
+    return root if pin.version == DEFAULT else root / pin.vllm
 
 
 def pinned_wheel(pin: Pin, target: str, fetch: bool = True) -> Path:

@@ -1,4 +1,4 @@
-"""The series of this checkout on the pinned wheels themselves."""
+"""Each series of this checkout on its pinned wheels themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from sample_series import SPDX, am, snapshot
 
 from vllm_r3.errors import R3Error
-from vllm_r3.series.folder import Series, read_series
+from vllm_r3.series.folder import Series, read_series, series_folder
 from vllm_r3.series.installed import apply_series, read_status, revert_series
 from vllm_r3.series.patch import apply_patch, blobs
 from vllm_r3.series.pinned_wheel import pinned_wheel, python_files
@@ -22,13 +22,13 @@ from vllm_r3.series.verify import verify_folder, verify_sources
 BOTH = pytest.mark.parametrize("target", ["cpu", "cuda"])
 
 
-@pytest.fixture(scope="module")
-def series() -> Series:
-    return read_series()
+@pytest.fixture(scope="module", params=["0.21.0", "0.30.0"])
+def series(request: pytest.FixtureRequest) -> Series:
+    return read_series(series_folder(request.param))
 
 
 def wheel_of(series: Series, target: str) -> Path:
-    """The wheel from the cache; `build.sh test` fetches both."""
+    """The wheel from the cache; `build.sh test` fetches both of its version."""
     try:
         return pinned_wheel(series.pin, target, fetch=False)
     except R3Error as error:
@@ -107,6 +107,8 @@ def test_patches_pass_vllms_lint(series: Series, tmp_path: Path) -> None:
     """
     files: dict[str, bytes | None] = dict(python_files(wheel_of(series, "cpu")))
     new = {path: data for tests in read_tests(series).values() for path, data in tests.items()}
+    for folder in ("prefixes", "new"):
+        (tmp_path / folder).mkdir()
     for number, patch in enumerate(series.patches(), 1):
         apply_patch(patch, files)
         for change in patch.changes:

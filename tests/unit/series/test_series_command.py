@@ -56,6 +56,21 @@ def test_import_prints_the_tree_alone_and_export_what_changed(
         )
 
 
+def test_series_is_that_of_the_vllm_that_is_named_or_installed(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["series", "fetch", "--vllm", "0.9"]) == 1
+    words = "vLLM 0.9: expected one with a series, 0.21.0 or 0.30.0"
+    assert capsys.readouterr().err == f"vllm-r3: {words}\n"
+    for version, words in (("0.30.0", "vLLM 0.30.0"), ("0.9", "expected vLLM 0.21.0, found 0.9")):
+        site = lab.site(name=version)
+        metadata = next(site.glob("vllm*.dist-info")) / "METADATA"
+        metadata.write_text(metadata.read_text().replace("0.21.0", version, 1))
+        main(["series", "status", "--site-packages", str(site)])
+        main(["series", "apply", "--site-packages", str(site)])
+        assert words in "".join(capsys.readouterr())
+
+
 def test_life_of_an_installation(patched_lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     venv = patched_lab.root / "venv"
     lib = venv / "lib" / "python3.11"
@@ -159,7 +174,7 @@ def test_status_expects_the_labels_of_an_image(
         code = run(patched_lab, "status", "--site-packages", site, "--expect", *labels)
         return code, capsys.readouterr().err
 
-    advice = "build with ./build.sh image, which passes the labels\n"
+    advice = "build with ./build.sh image, which passes the labels of its --vllm\n"
     wrong = f"vllm-r3: {site}: expected"
     assert expect(*labels) == (1, f"{wrong} pin v0.21.0@abc, found none; {advice}")
     run(patched_lab, "apply", "--site-packages", site)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from build_script import SCRIPT, build_sh, sourced
 
-from vllm_r3.series.folder import read_series
+from vllm_r3.series.folder import read_series, series_folder
 
 ROOT = SCRIPT.parent
 HAS_DRIVER = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
@@ -36,6 +36,8 @@ def bare_path(tmp_path: Path, *more: str) -> str:
         (["wheel", "--part-size", "1"], "wheel does not take --part-size"),
         (["bundle", "--part-size", "2G"], "--part-size takes a number of bytes, got '2G'"),
         (["bundle", "here"], "bundle does not take here"),
+        (["test", "--vllm"], "--vllm needs a value"),
+        (["demo", "--vllm", "1"], "--vllm takes a version with a folder in patches, got '1'"),
         (["clean", "all"], "clean takes no argument, got all"),
     ],
 )
@@ -167,14 +169,16 @@ def test_bundle_into_a_folder_with_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not (ROOT / ".build" / "tool" / ".key").exists(), reason="build.sh has not made its tools here"
 )
-def test_image_passes_the_labels_and_its_arguments_to_the_builder() -> None:
+@pytest.mark.parametrize("vllm", ["0.21.0", "0.30.0"])
+def test_image_passes_the_labels_and_its_arguments_to_the_builder(vllm: str) -> None:
     args = ["--target", "rl-ci", "--tag", "a b"]
-    done = build_sh("image", *args, IMAGE_BUILDER="printf %s\\n build")
-    series = read_series()
+    done = build_sh("image", *args, "--vllm", vllm, IMAGE_BUILDER="printf %s\\n build")
+    series = read_series(series_folder(vllm))
     labels = {
-        "R3_PIN": f"v0.21.0@{series.pin.commit}",
+        "VLLM": vllm,
+        "R3_PIN": f"v{vllm}@{series.pin.commit}",
         "R3_SERIES": series.hash,
-        "R3_VERSION": f"0.21.0+r3.{series.pin.revision}",
+        "R3_VERSION": f"{vllm}+r3.{series.pin.revision}",
     }
     assert done.stdout.splitlines() == [
         *("build", *(f"--build-arg={k}={v}" for k, v in labels.items())),
