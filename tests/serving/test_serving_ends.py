@@ -142,6 +142,7 @@ def test_requests_aborted_by_id_carry_their_rows_and_leave_others_alone(kit):
     done = kit.metric(GENERATED)
     with ThreadPoolExecutor(61) as pool:
         jobs = {name: pool.submit(ask_named, kit, name, *named) for name, named in bodies.items()}
+        wait_for(lambda: running(kit) >= len(to_abort), "all requests")
         wait_for(lambda: kit.metric(GENERATED) > done + 600, "tokens of most")
         assert abort_requests(kit, BY_ID, request_ids=[*to_abort, "unknown"]) == len(to_abort)
         answers = {name: job.result() for name, job in jobs.items()}
