@@ -59,9 +59,9 @@ EPLB = dict(
     eplb_config='{"num_redundant_experts": 2, "window_size": 20, "step_interval": 20}',
 )
 RAY = dict(distributed_executor_backend="ray")
-# A pool of 6,400 tokens and a tier of 175,000 (or a tenth of it) for requests of 85,000.
+# A pool of 6,400 tokens and a tier of 175,000 (or a fifth of it) for requests of 85,000.
 OFFLOAD = dict(num_gpu_blocks_override=400, kv_offloading_size=1, disable_log_stats=False)
-FULL_TIER = OFFLOAD | dict(kv_offloading_size=0.1)
+FULL_TIER = OFFLOAD | dict(kv_offloading_size=0.2)
 SIMPLE_TIER = {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1"}
 
 # suite -> name -> (reference, environment, engine arguments)
@@ -166,6 +166,7 @@ def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: st
     begin = time.time()
     requests = make_requests()[: num_requests(suite, name)]
     saved: dict[str, np.ndarray] = {}
+    numbers = list(range(len(requests)))
     for turn in range(2):
         params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for _, n in requests]
         prompts = [dict(prompt_token_ids=prompt) for prompt, _ in requests]
@@ -174,7 +175,7 @@ def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: st
             outputs = [llm.generate([p], [s], use_tqdm=False)[0] for p, s in pairs]
         else:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-        for i, output in enumerate(outputs):
+        for i, output in zip(numbers, outputs, strict=True):
             completion = output.outputs[0]
             saved[f"tokens{turn}_{i}"] = np.array(
                 list(output.prompt_token_ids) + list(completion.token_ids)
@@ -182,6 +183,9 @@ def run_offline(suite: str, name: str, args: dict[str, Any], model: str, out: st
             saved[f"rows{turn}_{i}"] = np.concatenate(
                 [output.prompt_routed_experts, completion.routed_experts]
             )
+        # last in, first out: a tier that holds a part of all must be hit, too
+        numbers.reverse()
+        requests.reverse()
     if "kv_offloading_size" in args:
         wanted = ("vllm:external_prefix_cache", "vllm:routed_experts", "vllm:num_preempt")
         metrics = {m.name: m.value for m in llm.get_metrics() if m.name.startswith(wanted)}
