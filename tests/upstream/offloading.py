@@ -129,7 +129,9 @@ class JobCopies(Copies, OffloadingHandler):
 class EventCopies(Copies):
     """Copies of the SimpleCPUOffloadConnector, each with an event to ask."""
 
-    def launch_copy(self, source, target, is_store, event_idx, events_list) -> None:
+    def launch_copy(
+        self, source, target, is_store, event_idx, events_list, after
+    ) -> None:
         gpu, tier = (source, target) if is_store else (target, source)
         gpu, tier = list(gpu), list(tier)
         copy = Copy(event_idx, lambda: self.move(is_store, gpu, tier))
