@@ -2,8 +2,8 @@
 
     python -m tests.bench.serving --out OUT [--shape tiny] [--rounds 3] [turns] [streams]
 
-One server with the flag off and one with it on stay up together and are measured in turn, round by
-round; their weights are random.
+One server with the flag off and one with it on start and stay up together; each workload runs on
+them in turn, round by round. Their weights are random.
 
 - `turns`: LANES conversations at once on `/inference/v1/generate`; each turn's prompt is all that
   was said, the tokens generated last and new ones. Rows are not asked for (`off` on the server
@@ -23,6 +23,8 @@ import json
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +124,9 @@ async def streams(http: aiohttp.ClientSession, url: str, form: str, args: Any) -
                 if chunks:
                     gaps.append(now - last)
                 chunks, last = chunks + 1, now
+        # a slow client gets several tokens in one chunk
         least = dict(end=1, delta=chunks - 1).get(form, 0)
-        if chunks < generated or rows < least or (least == 0 and rows):
+        if chunks < generated // 2 or rows < least or (least == 0 and rows):
             raise SystemExit(f"{form}: {chunks} chunks, {rows} with rows, last {line[:300]!r}")
 
     vocabulary = SHAPES[args.shape]["vocab_size"]
@@ -145,22 +148,20 @@ async def measure(urls: dict[bool, str], args: Any) -> None:
     async with aiohttp.ClientSession(
         connector=connector, timeout=limits, read_bufsize=2**26
     ) as http:
-        for number in range(args.rounds + 1):
-            for workload in args.workloads:
-                run, forms = (turns, TURNS) if workload == "turns" else (streams, STREAMS)
-                chosen = [form for form in forms if form not in args.without]
+        for workload in args.workloads:
+            run, forms = (turns, TURNS) if workload == "turns" else (streams, STREAMS)
+            chosen = [form for form in forms if form not in args.without]
+            for number in range(args.rounds + 1):
                 for form in chosen if number % 2 else reversed(chosen):
                     values = await run(http, urls[forms[form] is not None], form, args)
                     if number:  # the first round warms up
                         for name, value in values.items():
                             found[workload].setdefault(form, {}).setdefault(name, []).append(value)
-            if number:
-                write_results(args.out / "serving.json", [found])
-                print(f"{number} of {args.rounds} rounds, medians so far")
-                for workload in args.workloads:
-                    chosen = [form for form in found[workload]]
-                    order = sorted(chosen, key=lambda form: form != "off")
-                    print(summarize([(form, found[workload][form]) for form in order]), flush=True)
+                if number:
+                    write_results(args.out / "serving.json", [found])
+                    print(f"{workload}: {number} of {args.rounds} rounds, medians so far")
+                    by_form = [(form, found[workload][form]) for form in chosen]
+                    print(summarize(by_form), flush=True)
 
 
 def main() -> None:
@@ -192,7 +193,9 @@ def main() -> None:
         )
         for on in (False, True)
     }
-    with servers[False], servers[True]:
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        for server in pool.map(Server.__enter__, servers.values()):
+            stack.push(server)
         asyncio.run(measure({on: server.url for on, server in servers.items()}, args))
 
 

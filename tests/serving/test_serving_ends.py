@@ -179,6 +179,7 @@ def test_abort_of_all_pauses_nothing(kit):
         jobs = [
             pool.submit(kit.ask, GENERATE, request("generate", PROMPT, **LONG)) for _ in range(8)
         ]
+        wait_for(lambda: running(kit) == 8, "all requests")
         wait_for(lambda: kit.metric(GENERATED) > before + 40, "tokens")
         assert abort_requests(kit) == 8
         answers = [job.result() for job in jobs]
